@@ -1,0 +1,110 @@
+"""Prints where this host stands in its heterogeneous cluster, read in two ways that must agree.
+
+SageMaker starts this script on every host of every instance group.  The first way is the toolkit
+inside AWS's framework containers, `sagemaker_training`; the second reads the same facts from
+/opt/ml/input/config/resourceconfig.json with nothing but Python, which works in any container.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+try:
+    from sagemaker_training import environment as toolkit
+except ImportError:  # an image of your own need not have it
+    toolkit = None
+
+CONFIG = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml")) / "input" / "config"
+
+
+def read_by_hand() -> dict:
+    """Everything that the toolkit says about the cluster, under the toolkit's names.
+
+    Source: docs.aws.amazon.com/sagemaker/latest/dg/,
+    your-algorithms-training-algo-running-container.html
+    """
+    config = json.loads((CONFIG / "resourceconfig.json").read_text())
+    hyperparameters = json.loads((CONFIG / "hyperparameters.json").read_text())
+
+    hosts, host = config["hosts"], config["current_host"]
+    groups = {group["instance_group_name"]: group for group in config["instance_groups"]}
+    group = config["current_group_name"]
+
+    # SDK v2's `distribution=` leaves these hyperparameters; without it there are none.
+    distributed = [
+        name
+        for name, value in hyperparameters.items()
+        if name.startswith("sagemaker_") and name.endswith("_enabled") and value == "true"
+    ]
+    chosen = hyperparameters.get("sagemaker_distribution_instance_groups")
+    distribution_groups = json.loads(chosen) if chosen else [group] if distributed else []
+    distribution_hosts = [h for name in distribution_groups for h in groups[name]["hosts"]]
+    master = distribution_hosts[0] if distribution_hosts else hosts[0]
+
+    return {
+        "current_host": host,
+        "current_instance_type": config["current_instance_type"],
+        "current_instance_group": group,
+        "current_instance_group_hosts": groups[group]["hosts"],
+        "hosts": hosts,
+        "instance_groups": list(groups),
+        "instance_groups_dict": groups,
+        "is_hetero": len(groups) > 1,
+        "distribution_instance_groups": distribution_groups,
+        "distribution_hosts": distribution_hosts,
+        "master_hostname": master,
+        "is_master": host == master,
+        "network_interface_name": config["network_interface_name"],
+        "topology": config.get("topology", []),
+        "num_cpus": multiprocessing.cpu_count(),
+        "num_gpus": count_gpus(),
+        "num_neurons": count_neurons(),
+    }
+
+
+def count_gpus() -> int:
+    """GPUs that nvidia-smi lists; 0 without it."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def count_neurons() -> int:
+    """Neuron cores of AWS Trainium devices that neuron-ls lists; 0 without it."""
+    if not shutil.which("neuron-ls"):
+        return 0
+    listing = subprocess.run(["neuron-ls", "-j"], capture_output=True, text=True, check=True)
+    return sum(device.get("nc_count", 0) for device in json.loads(listing.stdout))
+
+
+def main() -> None:
+    """Prints this host's facts, and fails when the two ways differ."""
+    by_hand = read_by_hand()
+    host, group = by_hand["current_host"], by_hand["current_instance_group"]
+    print(f"Hello from {host}, an {by_hand['current_instance_type']} of {group}!")
+
+    if toolkit is None:
+        print("No sagemaker_training toolkit in this image: read by hand only.")
+    else:
+        env = toolkit.Environment()
+        by_toolkit = {name: getattr(env, name) for name in by_hand}
+        if by_toolkit != by_hand:
+            differ = [name for name in by_hand if by_toolkit[name] != by_hand[name]]
+            raise SystemExit(f"The toolkit and resourceconfig.json differ in {differ}.")
+        print(f"Read by the toolkit and by hand: {len(by_hand)} facts, all equal.")
+
+    for name, value in by_hand.items():
+        if name == "instance_groups_dict":
+            for member in value.values():
+                count, kind = len(member["hosts"]), member["instance_type"]
+                print(f"  group {member['instance_group_name']}: {count} x {kind}")
+        elif name not in ("num_cpus", "topology"):
+            print(f"  {name}: {value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the notebooks share: costs, logs and a SageMaker that runs on this machine."""

@@ -1,0 +1,227 @@
+"""The cluster of one job: hosts, their share of this machine, and the /opt/ml tree that each of
+them sees.
+"""
+
+import json
+import os
+import random
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from moto.ec2.models.instance_types import INSTANCE_TYPES
+
+# No longer in moto's table of EC2 instance types (source: aws.amazon.com/ec2/instance-types/p3).
+RETIRED_VCPUS = {"p3.2xlarge": 8, "p3.8xlarge": 32, "p3.16xlarge": 64, "p3dn.24xlarge": 96}
+
+FIRST_PORT, PORTS_PER_JOB, JOBS_AT_ONCE = 10_000, 50, 400  # below Linux's ephemeral ports (32768)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a job: `name` as on AWS (algo-1...), its loopback address and its cores here."""
+
+    name: str
+    group: str
+    instance_type: str
+    address: str
+    cores: tuple[int, ...]
+    tree: Path
+
+    @property
+    def opt_ml(self) -> Path:
+        """What the container sees as /opt/ml."""
+        return self.tree / "opt" / "ml"
+
+
+def vcpus(instance_type: str) -> int:
+    """vCPUs of an ml. instance type; raises ValueError for one that neither table knows."""
+    name = instance_type.removeprefix("ml.")
+    if name in RETIRED_VCPUS:
+        return RETIRED_VCPUS[name]
+    if name not in INSTANCE_TYPES:
+        raise ValueError(
+            f"Unknown instance type {instance_type!r}: is it spelled like ml.c5.xlarge?"
+        )
+    return INSTANCE_TYPES[name]["VCpuInfo"]["DefaultVCpus"]
+
+
+def instance_groups(resource_config: dict) -> list[dict]:
+    """The groups of a CreateTrainingJob ResourceConfig; one of AWS's own name for a homogeneous
+    job.
+    """
+    return resource_config.get("InstanceGroups") or [
+        {
+            "InstanceGroupName": "homogeneousCluster",
+            "InstanceType": resource_config["InstanceType"],
+            "InstanceCount": resource_config["InstanceCount"],
+        }
+    ]
+
+
+def total_vcpus(groups: list[dict]) -> int:
+    """vCPUs of all instances of all groups."""
+    return sum(vcpus(group["InstanceType"]) * group["InstanceCount"] for group in groups)
+
+
+def lock_job_number() -> tuple[int, socket.socket]:
+    """A number that no other local job of this machine has, and the socket that holds it until
+    closed.
+
+    The job's addresses and ports follow from it.  A name in Linux's abstract socket namespace
+    serves as the lock: it leaves no file, and the end of the process frees it.
+    """
+    for number in range(JOBS_AT_ONCE):
+        lock = socket.socket(socket.AF_UNIX)
+        try:
+            lock.bind(f"\0local-sagemaker-job-{number}")
+        except OSError:
+            lock.close()
+            continue
+        if _ports_are_free(number):
+            return number, lock
+        lock.close()
+    raise RuntimeError(f"All {JOBS_AT_ONCE} port ranges for local jobs are taken: stop some jobs.")
+
+
+def base_port(number: int) -> int:
+    """The first of the PORTS_PER_JOB ports of job `number`."""
+    return FIRST_PORT + number * PORTS_PER_JOB
+
+
+def _ports_are_free(number: int) -> bool:
+    for port in range(base_port(number), base_port(number) + PORTS_PER_JOB):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                return False
+    return True
+
+
+def plan_hosts(groups: list[dict], scale_vcpus: int, number: int, folder: Path) -> list[Host]:
+    """Names the hosts and shares out this machine's cores by the instance types' vCPU ratio.
+
+    `scale_vcpus` is what the whole machine stands for: an instance gets cores x vcpus /
+    scale_vcpus, at least one.  Hosts share cores only when there are fewer cores than hosts.  Which
+    host is in which group is random, as on AWS.
+    """
+    available = sorted(os.sched_getaffinity(0))
+    types = [
+        (g["InstanceGroupName"], g["InstanceType"])
+        for g in groups
+        for _ in range(g["InstanceCount"])
+    ]
+    names = [f"algo-{n + 1}" for n in range(len(types))]
+    random.SystemRandom().shuffle(names)
+
+    load = dict.fromkeys(available, 0.0)
+    hosts = []
+    largest_first = sorted(zip(names, types, strict=True), key=lambda item: -vcpus(item[1][1]))
+    for name, (group, instance_type) in largest_first:
+        share = max(1, len(available) * vcpus(instance_type) // scale_vcpus)
+        cores = sorted(sorted(available, key=lambda core: (load[core], core))[:share])
+        for core in cores:
+            load[core] += vcpus(instance_type) / len(cores)
+        host_number = int(name.removeprefix("algo-"))
+        address = f"127.{1 + number // 250}.{number % 250}.{host_number}"
+        hosts.append(Host(name, group, instance_type, address, tuple(cores), folder / name))
+    return sorted(hosts, key=lambda host: int(host.name.removeprefix("algo-")))
+
+
+def describe_plan(job_name: str, hosts: list[Host]) -> str:
+    """The plan as a table for the notebook."""
+    rows = [("host", "group", "instance type", "cores here", "address")]
+    for h in hosts:
+        rows.append((h.name, h.group, h.instance_type, ",".join(map(str, h.cores)), h.address))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"{job_name} on this machine:"]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def write_configuration(host: Host, hosts: list[Host], request: dict) -> None:
+    """Writes the host's /opt/ml/input/config and folders exactly as SageMaker does.
+
+    Source:
+    docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
+    """
+    for folder in ("input/config", "input/data", "model", "output/data", "checkpoints"):
+        (host.opt_ml / folder).mkdir(parents=True)
+    (host.tree / "tmp").mkdir()
+    resource_config = {
+        "current_host": host.name,
+        "current_instance_type": host.instance_type,
+        "current_group_name": host.group,
+        "hosts": sorted(h.name for h in hosts),
+        "instance_groups": [
+            {
+                "instance_group_name": group["InstanceGroupName"],
+                "instance_type": group["InstanceType"],
+                "hosts": sorted(h.name for h in hosts if h.group == group["InstanceGroupName"]),
+            }
+            for group in instance_groups(request["ResourceConfig"])
+        ],
+        "network_interface_name": "lo",  # eth0 on AWS; here the hosts are loopback addresses
+    }
+    input_data_config = {
+        channel["ChannelName"]: {
+            "TrainingInputMode": "File",
+            "S3DistributionType": "FullyReplicated",
+            "RecordWrapperType": "None",
+            **({"ContentType": channel["ContentType"]} if channel.get("ContentType") else {}),
+        }
+        for channel in channels_of(host, request)
+    }
+    for name, content in (
+        ("resourceconfig", resource_config),
+        ("hyperparameters", request.get("HyperParameters") or {}),
+        ("inputdataconfig", input_data_config),
+    ):
+        (host.opt_ml / "input" / "config" / f"{name}.json").write_text(json.dumps(content))
+
+
+def channels_of(host: Host, request: dict) -> list[dict]:
+    """The channels of the job that this host's instance group gets."""
+    chosen = []
+    for channel in request.get("InputDataConfig") or []:
+        groups = channel["DataSource"]["S3DataSource"].get("InstanceGroupNames")
+        if not groups or host.group in groups:
+            chosen.append(channel)
+    return chosen
+
+
+def rewrite(text: str, host: Host) -> str:
+    """`text` with /opt/ml replaced by the host's own tree, as a container's file system does."""
+    return text.replace("/opt/ml", str(host.opt_ml))
+
+
+def host_environment(
+    host: Host, hosts: list[Host], request: dict, number: int, arn: str, region: str
+) -> dict:
+    """The environment of the host's PID 1: the job's own variables, and never the user's."""
+    return {
+        "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "HOME": str(host.tree),
+        "TMPDIR": str(host.tree / "tmp"),
+        "AWS_REGION": region,
+        "AWS_EC2_METADATA_DISABLED": "true",  # no look for credentials of the machine
+        **(request.get("Environment") or {}),
+        # pip in a job may verify its requirements, not change the user's environment.
+        "PIP_NO_INDEX": "1",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_ROOT_USER_ACTION": "ignore",
+        "TRAINING_JOB_NAME": request["TrainingJobName"],
+        "TRAINING_JOB_ARN": arn,
+        "SAGEMAKER_BASE_DIR": str(host.opt_ml),
+        # Where the hosts are on this machine; absent on AWS, where their names resolve.
+        "LOCAL_SAGEMAKER": json.dumps(
+            {"addresses": {h.name: h.address for h in hosts}, "base_port": base_port(number)}
+        ),
+    }

@@ -1,0 +1,232 @@
+"""Logs, step lines and status of training jobs, read from moto's CloudWatch Logs and SageMaker."""
+
+import json
+import re
+from datetime import datetime, timezone
+
+import boto3
+import pytest
+from moto import mock_aws
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.sagemaker.models import sagemaker_backends
+
+from shared import monitoring
+
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+NOW = int(datetime.now(timezone.utc).timestamp() * 1000)
+
+
+@pytest.fixture(autouse=True)
+def aws(monkeypatch):
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with mock_aws():
+        yield
+
+
+def write_log(job: str, host: str, lines: list[str], every_ms: int = 10, offset_ms: int = 0):
+    """Write a host's log to the stream that SageMaker would write it to."""
+    client = boto3.client("logs")
+    stream = {"logGroupName": LOG_GROUP, "logStreamName": f"{job}/{host}-1700000000"}
+    if not client.describe_log_groups()["logGroups"]:
+        client.create_log_group(logGroupName=LOG_GROUP)
+    client.create_log_stream(**stream)
+    events = [
+        {"timestamp": NOW + offset_ms + i * every_ms, "message": line}
+        for i, line in enumerate(lines)
+    ]
+    for i in range(0, len(events), 5000):
+        client.put_log_events(**stream, logEvents=events[i : i + 5000])
+
+
+def start_up(host: str, group: str) -> list[str]:
+    """What the SDK's start-up script prints before it starts our command.
+
+    `cat` of a file without a final newline and bash's trace of the next command share a line.
+    """
+    resource_config = {
+        "current_host": host,
+        "current_group_name": group,
+        "instance_groups": [
+            {"instance_group_name": "other", "instance_type": "ml.m5.xlarge", "hosts": ["algo-9"]},
+        ],
+    }
+    return [
+        "+ cat /opt/ml/input/config/resourceconfig.json",
+        json.dumps(resource_config) + "+ echo",
+        "SM_MODEL_DIR=/opt/ml/model",
+        "+ echo 'Executing command: exec python launcher.py'",
+        "Executing command: exec python launcher.py",
+        "++ exec python launcher.py",
+    ]
+
+
+STEP_LINES = [
+    "step=10 epoch=1 loss=2.25 step_time_ms=12.34 data_wait_ms=4.56 samples_per_s=10372.1",
+    "step=20 epoch=1 loss=1e-05 step_time_ms=11 data_wait_ms=0.0 samples_per_s=11000",
+    "step=30 epoch=2 loss=nan step_time_ms=13.5 data_wait_ms=0.1 samples_per_s=9000.5",
+]
+
+
+def test_two_hosts_come_in_order_of_time_with_their_groups():
+    write_log("job", "algo-1", start_up("algo-1", "dnn_group") + ["a1", "a2"])
+    introduction = "host=algo-2 group=data_group instance_type=ml.c5.9xlarge rank=0"
+    write_log("job", "algo-2", [introduction, "b1", "b2"], offset_ms=5)
+    write_log("job", "algo-10", ["says nothing of its group"])
+    write_log("job-2", "algo-1", ["another job's log"])
+
+    lines = monitoring.logs("job")
+    assert [line.time for line in lines] == sorted(line.time for line in lines)
+    assert [line.text for line in lines[:4]] == [
+        "+ cat /opt/ml/input/config/resourceconfig.json",
+        "says nothing of its group",
+        introduction,
+        lines[3].text,
+    ]
+    assert {(line.host, line.group) for line in lines} == {
+        ("algo-1", "dnn_group"),
+        ("algo-2", "data_group"),
+        ("algo-10", "unknown"),
+    }
+    assert "another job's log" not in [line.text for line in lines]
+
+
+def test_reads_all_pages_and_keeps_the_order_of_lines_of_one_millisecond():
+    written = [f"line {i}" for i in range(10_050)]  # a page has at most 10,000
+    write_log("job", "algo-1", written, every_ms=0)
+    assert [line.text for line in monitoring.logs("job")] == written
+
+
+def test_no_log_is_a_clear_error():
+    with pytest.raises(ValueError, match="There is no log of training job 'job'"):
+        monitoring.logs("job")  # not even the log group
+    write_log("other", "algo-1", ["text"])
+    with pytest.raises(ValueError, match="There is no log of training job 'job'"):
+        monitoring.logs("job")
+
+
+def test_show_logs_leaves_out_start_up_and_shortens(capsys):
+    write_log("job", "algo-1", start_up("algo-1", "dnn_group") + ["x" * 300, "first", "second"])
+    write_log("job", "algo-2", start_up("algo-2", "data_group") + ["serving"])
+    write_log("job", "algo-10", start_up("algo-10", "data_group") + ["serving"])
+
+    monitoring.show_logs("job", last=2)
+    data, dnn = capsys.readouterr().out.split("== dnn_group / algo-1 ")
+    assert data.startswith("== data_group / algo-2 (1 lines)") and "serving" in data
+    assert dnn.startswith("(last 2 of 3 lines)")
+    assert [line[9:] for line in dnn.splitlines()[1:]] == ["first", "second"]
+
+    monitoring.show_logs("job", group="dnn_group", last=None)
+    shown = capsys.readouterr().out
+    assert "algo-2" not in shown and "SM_MODEL_DIR" not in shown and "exec python" not in shown
+    assert max(len(line) for line in shown.splitlines()) == 140
+
+    monitoring.show_logs("job", host="algo-2", skip_setup=False)
+    assert "SM_MODEL_DIR" in capsys.readouterr().out
+
+    known = "algo-2 in data_group, algo-10 in data_group, algo-1 in dnn_group"
+    with pytest.raises(ValueError, match=f"group='gpu'.* has {known}"):
+        monitoring.show_logs("job", group="gpu")
+
+
+def test_a_host_that_failed_during_start_up_shows_why(capsys):
+    write_log("job", "algo-1", start_up("algo-1", "dnn_group")[:3] + ["No space left on device"])
+    monitoring.show_logs("job")
+    shown = capsys.readouterr().out
+    assert "No space left on device" in shown and "SM_MODEL_DIR" not in shown
+
+
+def test_side_by_side_wraps_long_lines_and_loses_nothing(capsys):
+    words = " ".join(f"word{i}" for i in range(40))
+    write_log("job", "algo-1", start_up("algo-1", "dnn_group") + [words])
+    write_log("job", "algo-2", start_up("algo-2", "data_group") + ["serving", "done"])
+    monitoring.show_logs("job", side_by_side=True)
+    shown = capsys.readouterr().out.splitlines()
+    assert re.match(r"== data_group / algo-2 .*  == dnn_group / algo-1", shown[0])
+    assert re.search(r"serving  .*word0 word1", shown[1])
+    assert all(f"word{i}" in " ".join(shown).split() for i in range(40))
+    assert max(map(len, shown)) <= 160
+
+
+def test_steps_are_a_typed_table():
+    write_log("job", "algo-1", ["Namespace(step=3)", *STEP_LINES, "training finished: step=30"])
+    table = monitoring.steps("job")
+    assert list(table["step"]) == [10, 20, 30] and table["step"].dtype == int
+    assert list(table["loss"][:2]) == [2.25, 1e-05] and table["loss"].isna()[2]
+    assert list(table["step_time_ms"]) == [12.34, 11.0, 13.5]
+    assert list(table["samples_per_s"]) == [10372.1, 11000, 9000.5]
+    assert set(table["host"]) == {"algo-1"} and str(table["time"].dt.tz) == "UTC"
+
+
+def test_no_step_lines_is_a_clear_error():
+    write_log("job", "algo-1", ["training finished: step=30 loss=0.1"])
+    with pytest.raises(ValueError, match="'job' has no step lines"):
+        monitoring.steps("job")
+
+
+def test_metric_definitions_match_the_step_line():
+    found = {
+        metric["Name"]: re.search(metric["Regex"], STEP_LINES[0])[1]
+        for metric in monitoring.METRIC_DEFINITIONS
+    }
+    assert found == {
+        "loss": "2.25",
+        "step_time_ms": "12.34",
+        "data_wait_ms": "4.56",
+        "samples_per_s": "10372.1",
+    }
+
+
+def test_plot_steps_draws_both_series_of_each_job():
+    write_log("one", "algo-1", STEP_LINES)
+    write_log("two", "algo-1", STEP_LINES[:2])
+    step_time, data_wait = monitoring.plot_steps({"first": "one", "second": "two"}).axes
+    assert [line.get_label() for line in step_time.lines] == ["first", "second"]
+    assert [list(line.get_ydata()) for line in step_time.lines] == [[12.34, 11, 13.5], [12.34, 11]]
+    assert [list(line.get_ydata()) for line in data_wait.lines] == [[4.56, 0, 0.1], [4.56, 0]]
+
+
+def start_job(name: str):
+    """Start a training job in moto; returns moto's record, which steers it."""
+    boto3.client("sagemaker").create_training_job(
+        TrainingJobName=name,
+        AlgorithmSpecification={"TrainingInputMode": "File", "TrainingImage": "image"},
+        RoleArn="arn:aws:iam::123456789012:role/training-role",
+        OutputDataConfig={"S3OutputPath": "s3://bucket/"},
+        ResourceConfig={"InstanceType": "ml.m5.xlarge", "InstanceCount": 1, "VolumeSizeInGB": 30},
+        StoppingCondition={"MaxRuntimeInSeconds": 3600},
+    )
+    return sagemaker_backends[DEFAULT_ACCOUNT_ID]["us-east-1"].training_jobs[name]
+
+
+def test_wait_prints_each_change_of_status_once(monkeypatch, capsys):
+    job = start_job("job")
+    job.training_job_status = "InProgress"
+    sleeps = []
+
+    def next_poll(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 2:  # two changes between two polls
+            for status in ("Downloading", "Training"):
+                transition = {**job.secondary_status_transitions[0], "Status": status}
+                job.secondary_status_transitions.append(transition)
+        if len(sleeps) == 3:
+            job.training_job_status = "Completed"
+            job.billable_time_in_seconds = 58
+
+    monkeypatch.setattr(monitoring.time, "sleep", next_poll)
+    description = monitoring.wait("job", poll_seconds=0.5)
+    assert description["TrainingJobStatus"] == "Completed" and sleeps == [0.5] * 3
+    shown = re.findall(r"^ +\d+\.\d s  (\S+ ?\S*)", capsys.readouterr().out, re.MULTILINE)
+    assert [text.split(":")[0] for text in shown] == [
+        "Starting",
+        "Downloading",
+        "Training",
+        "job Completed,",
+    ]
+
+
+def test_wait_raises_with_the_reason_of_a_failure():
+    job = start_job("job")
+    job.training_job_status, job.failure_reason = "Failed", "AlgorithmError: no data host is left"
+    with pytest.raises(RuntimeError, match="'job' failed: AlgorithmError: no data host is left"):
+        monitoring.wait("job")
