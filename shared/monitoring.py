@@ -39,7 +39,7 @@ _GROUP = re.compile(r'"current_group_name":\s*"([^"]+)"|\bhost=\S+ group=(\S+)')
 _STEP = re.compile(r"\bstep=\d+ .*\bstep_time_ms=")
 # The SDK's start-up script ends with one of these lines; bash traces (`+ cd ...`) go on after it.
 _SETUP_END = re.compile(r"(Executing command:|Running .+ [Dd]river)")
-_SETUP_NOISE = re.compile(r"(\++ |SM_\w+=)")
+_SETUP_NOISE = re.compile(r"(\++ |SM_\w+=|Executing command: |Training Container Execution Comp)")
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito, colour-blind-safe
 

@@ -84,6 +84,13 @@ def _check_channels(request: dict) -> None:
 
 
 def _check_local_limits(request: dict) -> None:
+    for name, value in (request.get("HyperParameters") or {}).items():
+        if "'" in value:
+            raise AWSValidationException(
+                f"Hyperparameter {name!r} has an apostrophe, which AWS accepts and on which the "
+                "SDK's "
+                "start-up script then breaks (export SM_HP_...='...'): leave it out."
+            )
     specification = request["AlgorithmSpecification"]
     if not specification.get("ContainerEntrypoint"):
         raise AWSValidationException(

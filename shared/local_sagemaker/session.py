@@ -1,0 +1,191 @@
+"""The session in which this process's AWS is this machine: moto, completed by training jobs."""
+
+import contextlib
+import gc
+import json
+import sys
+from types import TracebackType
+from unittest import mock
+
+import boto3
+import botocore.client
+import botocore.session
+import moto
+from moto.core.botocore_stubber import BotocoreStubber
+from moto.core.models import botocore_stubber
+from moto.core.responses import ActionResult
+from moto.iam.responses import IamResponse
+from moto.sagemaker.exceptions import ValidationError
+from moto.sagemaker.responses import SageMakerResponse
+
+from . import cluster, refusals
+from .isolation import set_aside
+from .job import LOG_GROUP, Job
+
+ROLE_NAME = "LocalSageMakerRole"
+_active: "LocalSageMaker | None" = None
+
+
+class LocalSageMaker:
+    """What `start()` gives: `role` is the ARN of an execution role; `stop()` ends all of it."""
+
+    def __init__(self, largest_cluster: dict[str, int] | None):
+        groups = [
+            {"InstanceType": t, "InstanceCount": n} for t, n in (largest_cluster or {}).items()
+        ]
+        self.scale_vcpus = cluster.total_vcpus(groups)
+        self.jobs: dict[str, Job] = {}
+        self.role = ""
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> "LocalSageMaker":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Kills the jobs that still run and ends the session; clients made in it stay unusable."""
+        global _active
+        for job in self.jobs.values():
+            job.abandon()
+        self._undo.close()
+        _active = None
+
+    def _start(self) -> None:
+        self._undo.enter_context(set_aside())
+        # Never undone: a client that outlives the session must not reach AWS.
+        BotocoreStubber.__call__ = _answer_or_refuse
+        for session in (o for o in gc.get_objects() if isinstance(o, botocore.session.Session)):
+            session.unregister("before-send", botocore_stubber)  # else it would answer twice
+            session.register("before-send", botocore_stubber)
+        self._undo.enter_context(moto.mock_aws())
+        for owner, name, replacement in (
+            (SageMakerResponse, "create_training_job", self._create_training_job),
+            (SageMakerResponse, "stop_training_job", self._stop_training_job),
+            (IamResponse, "simulate_principal_policy", _simulate_principal_policy),
+        ):
+            original = getattr(owner, name, None)
+            method = _as_method(replacement, original)
+            self._undo.enter_context(mock.patch.object(owner, name, method, create=True))
+        self.role = _create_role()
+        boto3.client("logs").create_log_group(logGroupName=LOG_GROUP)
+
+    def _create_training_job(self, response: SageMakerResponse, original) -> ActionResult:
+        request = json.loads(response.body)
+        name, backend = request["TrainingJobName"], response.sagemaker_backend
+        existing = backend.training_jobs.get(name)
+        refusals.check(request, existing.arn if existing else None)
+        vcpus = cluster.total_vcpus(cluster.instance_groups(request["ResourceConfig"]))
+        if vcpus > self.scale_vcpus:
+            if self.scale_vcpus:
+                print(
+                    f"{name} has more vCPUs ({vcpus}) than any job so far ({self.scale_vcpus}), so its "
+                    "times cannot be compared with theirs. To compare, name the largest cluster at "
+                    'the start: local_sagemaker.start(largest_cluster={"ml.c5.9xlarge": 1, ...}).'
+                )
+            self.scale_vcpus = vcpus
+        result = original(response)
+        job = Job(backend.training_jobs[name], request, response.region, self.scale_vcpus)
+        print(cluster.describe_plan(name, job.hosts))
+        self.jobs[name] = job
+        job.start()
+        return result
+
+    def _stop_training_job(self, response: SageMakerResponse, original) -> ActionResult:
+        name = json.loads(response.body)["TrainingJobName"]
+        if name not in self.jobs:
+            raise ValidationError(f"Requested resource not found: no training job {name!r}.")
+        job = self.jobs[name]
+        if job.record.training_job_status == "InProgress":
+            job.stop()
+        elif job.record.training_job_status != "Stopping":
+            raise ValidationError(
+                "The request was rejected because the training job is in status "
+                f"{job.record.training_job_status}."
+            )
+        return ActionResult({})
+
+
+def start(largest_cluster: dict[str, int] | None = None) -> LocalSageMaker:
+    """Makes this process's AWS this machine, until `stop()` or the end of the process.
+
+    `largest_cluster`: instances by type of the largest cluster that will run, for example
+    {"ml.c5.9xlarge": 1, "ml.p3.2xlarge": 1}.  It fixes how many cores an instance gets, so that
+    jobs of different size can be compared; without it the first job stands for the whole machine.
+
+    Called again in the same process it returns the session that runs.  Raises RuntimeError where
+    AWS clients exist already (they would still reach AWS) and on systems other than Linux;
+    ValueError for an unknown instance type.
+    """
+    global _active
+    if _active is not None:
+        return _active
+    if not sys.platform.startswith("linux"):
+        raise RuntimeError(
+            "The local SageMaker needs Linux (127.x addresses, CPU affinity): use Linux, WSL, or "
+            "a container."
+        )
+    clients = [o for o in gc.get_objects() if isinstance(o, botocore.client.BaseClient)]
+    if clients:
+        raise RuntimeError(
+            f"This process already has AWS clients ({clients[0].meta.service_model.service_name}, "
+            "...), which "
+            "would still reach AWS. Restart the kernel and start the local SageMaker first."
+        )
+    session = LocalSageMaker(largest_cluster)
+    try:
+        session._start()
+    except BaseException:
+        session.stop()
+        raise
+    _active = session
+    return session
+
+
+def _as_method(function, original):
+    """`function(response, original)` as a method of a moto response class."""
+    return lambda response: function(response, original)
+
+
+_moto_answer = BotocoreStubber.__call__
+
+
+def _answer_or_refuse(stubber: BotocoreStubber, event_name: str, request, **kwargs):
+    """moto's answer to a request; where it has none, botocore would go on to the network."""
+    answer = _moto_answer(stubber, event_name, request, **kwargs)
+    if answer is None:
+        raise RuntimeError(
+            f"The local SageMaker let no request out to {request.url.split('?')[0]}: either "
+            "nothing on this "
+            "machine answers it, or its session has ended. Restart the kernel to use AWS."
+        )
+    return answer
+
+
+def _simulate_principal_policy(response: IamResponse, original) -> ActionResult:
+    """Everything is allowed: the SDK asks before it accepts a role."""
+    actions = response._get_param("ActionNames")
+    results = [{"EvalActionName": action, "EvalDecision": "allowed"} for action in actions]
+    return ActionResult({"EvaluationResults": results, "IsTruncated": False})
+
+
+def _create_role() -> str:
+    trust = {
+        "Version": "2012-10-17",
+        "Statement": [
+            {
+                "Effect": "Allow",
+                "Principal": {"Service": "sagemaker.amazonaws.com"},
+                "Action": "sts:AssumeRole",
+            }
+        ],
+    }
+    iam = boto3.client("iam")
+    role = iam.create_role(RoleName=ROLE_NAME, AssumeRolePolicyDocument=json.dumps(trust))
+    return role["Role"]["Arn"]

@@ -1,0 +1,119 @@
+"""What several test modules need: a local SageMaker session and jobs through the real SDK."""
+
+import gc
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator:
+    """A local SageMaker session for the tests of one module."""
+    from shared import local_sagemaker
+
+    gc.collect()  # clients of earlier tests, which start() would refuse
+    with local_sagemaker.start() as session:
+        yield session
+
+
+class Jobs:
+    """Creates training jobs through the SageMaker SDK, from files given as text."""
+
+    def __init__(self, role: str, folder: Path):
+        self.role, self.folder = role, folder
+
+    def create(self, files: dict[str, str], command: str, groups: dict | None = None, **settings):
+        """Starts a job and returns its name. groups: {name: (instance type, count)}."""
+        from sagemaker.core.training.configs import (
+            Compute,
+            InstanceGroup,
+            SourceCode,
+            StoppingCondition,
+        )
+        from sagemaker.train import ModelTrainer
+
+        code = self.folder / f"code-{next(_numbers)}"
+        code.mkdir()
+        for name, text in files.items():
+            (code / name).write_text(text)
+        if groups is None:
+            compute = Compute(instance_type="ml.c5.xlarge", instance_count=1)
+        else:
+            compute = Compute(
+                instance_groups=[
+                    InstanceGroup(instance_group_name=name, instance_type=kind, instance_count=n)
+                    for name, (kind, n) in groups.items()
+                ]
+            )
+        seconds = settings.pop("max_runtime_seconds", 120)
+        requirements = "requirements.txt" if "requirements.txt" in files else None
+        trainer = ModelTrainer(
+            role=self.role,
+            training_image="123456789012.dkr.ecr.us-east-1.amazonaws.com/any:1",
+            base_job_name=f"test-{next(_numbers)}",
+            source_code=SourceCode(
+                source_dir=str(code), command=command, requirements=requirements
+            ),
+            compute=compute,
+            stopping_condition=StoppingCondition(max_runtime_in_seconds=seconds),
+            **settings,
+        )
+        trainer.train(wait=False, logs=False)
+        return trainer._latest_training_job.training_job_name
+
+    def wait(self, name: str, seconds: float = 120) -> dict:
+        """Waits for the job's end and returns DescribeTrainingJob's answer."""
+        client, deadline = boto3.client("sagemaker"), time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            job = client.describe_training_job(TrainingJobName=name)
+            if job["TrainingJobStatus"] not in ("InProgress", "Stopping"):
+                return job
+            time.sleep(0.1)
+        raise AssertionError(f"{name} is {job['TrainingJobStatus']} after {seconds} s")
+
+    def run(self, *args, **settings) -> dict:
+        """`create` and `wait` in one."""
+        return self.wait(self.create(*args, **settings))
+
+    def wait_for_log(self, name: str, text: str, seconds: float = 60) -> None:
+        """Waits until some host of the job has printed `text`."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if any(text in line for line in self.log(name)):
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"{text!r} is not in the log of {name}: {self.log(name)[-20:]}")
+
+    def log(self, name: str) -> list[str]:
+        """All lines of all hosts so far."""
+        from shared import monitoring
+
+        try:
+            return [line.text for line in monitoring.logs(name)]
+        except ValueError:  # no log yet
+            return []
+
+
+@pytest.fixture(scope="module")
+def jobs(local, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """Training jobs on this machine."""
+    return Jobs(local.role, tmp_path_factory.mktemp("code"))
+
+
+def processes_naming(text: str) -> list[int]:
+    """Processes whose command line or environment has `text`: what a job may have left running."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            content = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if text.encode() in content:
+            found.append(int(path.name))
+    return found

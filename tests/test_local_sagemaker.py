@@ -1,0 +1,599 @@
+"""The local SageMaker, through the real SDK and boto3: what it runs, refuses and leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from io import BytesIO
+from pathlib import Path
+
+import boto3
+import botocore.exceptions
+import psutil
+import pytest
+from conftest import Jobs, processes_naming
+
+ROOT = Path(__file__).parent.parent
+TWO_GROUPS = {"data_group": ("ml.c5.9xlarge", 1), "dnn_group": ("ml.p3.2xlarge", 1)}
+READ_CONFIG = """
+import json, os, pathlib
+path = pathlib.Path(os.environ["SM_INPUT_CONFIG_DIR"], "resourceconfig.json")
+config = json.loads(path.read_text())
+group = config["current_group_name"]
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """After every test, the jobs that it waited for have left neither folders nor processes."""
+    yield
+    deadline = time.monotonic() + 5
+    while folders := list(Path(tempfile.gettempdir()).glob("local-sagemaker-*")):
+        assert time.monotonic() < deadline, f"left behind: {folders}"
+        time.sleep(0.05)
+    assert not processes_naming("/local-sagemaker-")
+
+
+def read_s3(uri: str) -> bytes:
+    bucket, key = uri.removeprefix("s3://").split("/", 1)
+    return boto3.client("s3").get_object(Bucket=bucket, Key=key)["Body"].read()
+
+
+def archive(uri: str) -> dict[str, bytes]:
+    with tarfile.open(fileobj=BytesIO(read_s3(uri))) as tar:
+        return {m.name: tar.extractfile(m).read() for m in tar.getmembers()}
+
+
+def test_a_job_runs_on_every_host_and_its_files_come_back(jobs: Jobs):
+    job = jobs.run(
+        {
+            "train.py": READ_CONFIG
+            + """
+print("cores", sorted(os.sched_getaffinity(0)), "hyperparameters", os.environ["SM_HPS"])
+print("score=0.25"); print("score=0.75")
+pathlib.Path(os.environ["SM_MODEL_DIR"], f"{group}.txt").write_text("model of " + group)
+pathlib.Path(os.environ["SM_OUTPUT_DATA_DIR"], f"{group}.txt").write_text("data of " + group)
+"""
+        },
+        "exec python train.py",
+        TWO_GROUPS,
+        hyperparameters={"epochs": 3, "flag": True, "name": "a b"},
+        environment={"COLOUR": "blue"},
+    )
+    assert (job["TrainingJobStatus"], job["SecondaryStatus"]) == ("Completed", "Completed")
+    assert job["Environment"] == {"COLOUR": "blue"}
+    assert 1 <= job["BillableTimeInSeconds"] == job["TrainingTimeInSeconds"] < 60
+    steps = [t["Status"] for t in job["SecondaryStatusTransitions"]]
+    assert steps == ["Starting", "Downloading", "Training", "Uploading", "Completed"]
+    assert any(
+        '"epochs": 3' in line and '"flag": true' in line
+        for line in jobs.log(job["TrainingJobName"])
+    )
+    model = job["ModelArtifacts"]["S3ModelArtifacts"]
+    assert archive(model) == {
+        "data_group.txt": b"model of data_group",
+        "dnn_group.txt": b"model of dnn_group",
+    }
+    output = archive(model.replace("model.tar.gz", "output.tar.gz"))
+    assert output["dnn_group.txt"] == b"data of dnn_group"
+
+
+def test_each_host_sees_what_aws_would_show_it(jobs: Jobs):
+    name = jobs.create(
+        {"train.py": READ_CONFIG + "print('CONFIG', json.dumps(config))"},
+        "exec python train.py",
+        {"a": ("ml.c5.xlarge", 2), "b": ("ml.m5.xlarge", 1)},
+    )
+    jobs.wait(name)
+    configs = [json.loads(x.split(" ", 1)[1]) for x in jobs.log(name) if x.startswith("CONFIG ")]
+    assert sorted(c["current_host"] for c in configs) == ["algo-1", "algo-2", "algo-3"]
+    for config in configs:
+        assert config["hosts"] == ["algo-1", "algo-2", "algo-3"]
+        groups = {g["instance_group_name"]: g for g in config["instance_groups"]}
+        assert [len(groups["a"]["hosts"]), len(groups["b"]["hosts"])] == [2, 1]
+        assert config["current_host"] in groups[config["current_group_name"]]["hosts"]
+        kind = {"a": "ml.c5.xlarge", "b": "ml.m5.xlarge"}[config["current_group_name"]]
+        assert config["current_instance_type"] == kind
+
+
+def test_metrics_and_cpu_use_reach_cloudwatch(jobs: Jobs):
+    script = (
+        "import os, time\nprint('cores:', len(os.sched_getaffinity(0)), 'score=0.25', flush=True)\n"
+        "end = time.time() + 5\nwhile time.time() < end: pass\nprint('score=0.75')"
+    )
+    boto3.client("s3").create_bucket(Bucket="metrics")
+    boto3.client("sagemaker").create_training_job(
+        **request(
+            "metrics",
+            AlgorithmSpecification={
+                "TrainingImage": "any",
+                "TrainingInputMode": "File",
+                "ContainerEntrypoint": ["python3", "-c", script],
+                "MetricDefinitions": [{"Name": "score", "Regex": "score=([0-9.]+)"}],
+            },
+            OutputDataConfig={"S3OutputPath": "s3://metrics/output"},
+        )
+    )
+    job = jobs.wait("metrics")
+    final = [(m["MetricName"], m["Value"]) for m in job["FinalMetricDataList"]]
+    assert final == [("score", 0.75)]
+
+    def values(metric: str, dimension: str, value: str) -> list[float]:
+        data = boto3.client("cloudwatch").get_metric_statistics(
+            Namespace="/aws/sagemaker/TrainingJobs",
+            MetricName=metric,
+            Dimensions=[{"Name": dimension, "Value": value}],
+            StartTime=job["TrainingStartTime"].timestamp() - 60,
+            EndTime=job["TrainingEndTime"].timestamp() + 60,
+            Period=1,
+            Statistics=["Maximum"],
+        )["Datapoints"]
+        return [d["Maximum"] for d in sorted(data, key=lambda d: d["Timestamp"])]
+
+    assert values("score", "TrainingJobName", "metrics") == [0.25, 0.75]
+    # One of the host's cores is busy, and an ml.m5.large has 2 vCPUs: 200 % on CloudWatch's scale.
+    cores = int(jobs.log("metrics")[0].split()[1])
+    busiest = max(values("CPUUtilization", "Host", "metrics/algo-1"))
+    assert 0.3 * 200 / cores < busiest <= 1.05 * 200 / cores
+
+
+@pytest.mark.parametrize("group", ["data_group", "dnn_group"])
+def test_a_host_that_fails_fails_the_job_and_ends_the_others(jobs: Jobs, group: str):
+    name = jobs.create(
+        {
+            "train.py": READ_CONFIG
+            + """
+import signal, sys, time
+if group == os.environ["FAILS"]:
+    time.sleep(1)
+    pathlib.Path(os.environ["SM_OUTPUT_FAILURE"]).write_text("no luck today")
+    sys.exit(3)
+def ended(*_):
+    print("told to end"); sys.exit(0)
+signal.signal(signal.SIGTERM, ended)
+time.sleep(100)
+"""
+        },
+        "exec python train.py",
+        TWO_GROUPS,
+        environment={"FAILS": group},
+    )
+    job = jobs.wait(name, seconds=30)
+    assert (job["TrainingJobStatus"], job["SecondaryStatus"]) == ("Failed", "Failed")
+    assert job["FailureReason"] == "AlgorithmError: no luck today, exit code: 3"
+    assert "told to end" in jobs.log(name)
+
+
+def test_stop(jobs: Jobs):
+    name = jobs.create(
+        {
+            "train.py": "import os, signal, sys, time\n"
+            "def ended(*_):\n"
+            "    open(os.environ['SM_MODEL_DIR'] + '/late.txt', 'w').write('saved')\n"
+            "    sys.exit(1)\n"
+            "signal.signal(signal.SIGTERM, ended)\n"
+            "print('ready', flush=True)\n"
+            "time.sleep(100)"
+        },
+        "exec python train.py",
+    )
+    jobs.wait_for_log(name, "ready")
+    client = boto3.client("sagemaker")
+    client.stop_training_job(TrainingJobName=name)
+    assert client.describe_training_job(TrainingJobName=name)["TrainingJobStatus"] == "Stopping"
+    job = jobs.wait(name, seconds=20)
+    assert (job["TrainingJobStatus"], job["SecondaryStatus"]) == ("Stopped", "Stopped")
+    assert archive(job["ModelArtifacts"]["S3ModelArtifacts"]) == {"late.txt": b"saved"}
+    with pytest.raises(botocore.exceptions.ClientError, match="in status Stopped"):
+        client.stop_training_job(TrainingJobName=name)
+
+
+def test_sigterm_is_for_pid_1_that_handles_it(jobs: Jobs):
+    """A shell that waits for the script, as SDK v3 has it without `exec`, never passes it on."""
+    name = jobs.create(
+        {"train.py": "import time\nprint('ready', flush=True)\ntime.sleep(3)\nprint('never told')"},
+        "python train.py; true",
+    )
+    jobs.wait_for_log(name, "ready")
+    boto3.client("sagemaker").stop_training_job(TrainingJobName=name)
+    assert jobs.wait(name, seconds=20)["TrainingJobStatus"] == "Stopped"
+    assert "never told" in jobs.log(name)
+
+
+def test_max_runtime(jobs: Jobs):
+    started = time.monotonic()
+    job = jobs.run(
+        {
+            "train.py": "import signal, sys, time\n"
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\ntime.sleep(100)"
+        },
+        "exec python train.py",
+        max_runtime_seconds=3,
+    )
+    assert (job["TrainingJobStatus"], job["SecondaryStatus"]) == ("Stopped", "MaxRuntimeExceeded")
+    assert 3 <= time.monotonic() - started < 15
+
+
+def test_what_a_host_leaves_running_ends_with_it(jobs: Jobs):
+    """Even a daemon in a session of its own that has cleared its environment."""
+    mark = f"sleep 98{os.getpid()}"
+    job = jobs.run(
+        {"train.py": f"import os\nos.system('setsid {mark} & env -i setsid {mark} &')"},
+        "exec python train.py",
+    )
+    assert job["TrainingJobStatus"] == "Completed"
+    time.sleep(0.5)
+    assert not processes_naming(mark.replace(" ", "\0"))
+
+
+def test_channels_go_to_their_groups(jobs: Jobs):
+    from sagemaker.core.training.configs import InputData, S3DataSource
+
+    s3, bucket = boto3.client("s3"), "channel-data"
+    s3.create_bucket(Bucket=bucket)
+    for key in ("train/a.txt", "train/deep/b.txt", "test/c.txt"):
+        s3.put_object(Bucket=bucket, Key=key, Body=key.encode())
+
+    def channel(name: str, *groups: str) -> InputData:
+        source = S3DataSource(
+            s3_data_type="S3Prefix",
+            s3_uri=f"s3://{bucket}/{name}",
+            s3_data_distribution_type="FullyReplicated",
+            instance_group_names=list(groups),
+        )
+        return InputData(channel_name=name, data_source=source)
+
+    script = READ_CONFIG + (
+        "root = pathlib.Path(os.environ['SM_INPUT_DATA_DIR'])\n"
+        "files = [str(p.relative_to(root)) for p in root.glob('t*/**/*') if p.is_file()]\n"
+        "print('FILES', group, sorted(files), sorted(json.loads(os.environ['SM_CHANNELS'])))"
+    )
+    name = jobs.create(
+        {"train.py": script},
+        "exec python train.py",
+        TWO_GROUPS,
+        input_data_config=[
+            channel("train", "data_group"),
+            channel("test", "data_group", "dnn_group"),
+        ],
+    )
+    jobs.wait(name)
+    assert sorted(line for line in jobs.log(name) if line.startswith("FILES")) == [
+        "FILES data_group ['test/c.txt', 'train/a.txt', 'train/deep/b.txt'] "
+        "['code', 'sm_drivers', 'test', 'train']",
+        "FILES dnn_group ['test/c.txt'] ['code', 'sm_drivers', 'test']",
+    ]
+
+
+def test_a_channel_without_objects_fails_the_job(jobs: Jobs):
+    from sagemaker.core.training.configs import InputData
+
+    boto3.client("s3").create_bucket(Bucket="empty-bucket")
+    data = InputData(channel_name="train", data_source="s3://empty-bucket/nothing")
+    job = jobs.run({"train.py": ""}, "exec python train.py", input_data_config=[data])
+    assert job["TrainingJobStatus"] == "Failed"
+    assert 'No S3 objects found under S3 URL "s3://empty-bucket/nothing"' in job["FailureReason"]
+
+
+def test_two_jobs_at_once_do_not_meet(jobs: Jobs):
+    """Both bind the same names and ports, as their launchers tell them to."""
+    script = """
+import json, os, socket, time
+local = json.loads(os.environ["LOCAL_SAGEMAKER"])
+address = local["addresses"][os.environ["SM_CURRENT_HOST"]]
+own = socket.create_server((address, local["base_port"]))
+anywhere = socket.create_server(("", local["base_port"] + 1))
+print("bound", flush=True)
+time.sleep(4)
+"""
+    started = time.monotonic()
+    names = [jobs.create({"train.py": script}, "exec python train.py") for _ in range(2)]
+    for name in names:
+        jobs.wait_for_log(name, "bound")
+    client = boto3.client("sagemaker")
+    status = [client.describe_training_job(TrainingJobName=n)["TrainingJobStatus"] for n in names]
+    assert status == ["InProgress", "InProgress"], time.monotonic() - started
+    assert [jobs.wait(name)["TrainingJobStatus"] for name in names] == ["Completed"] * 2
+
+
+def test_checkpoints_go_to_s3_and_come_back(jobs: Jobs):
+    from sagemaker.core.shapes import CheckpointConfig
+
+    boto3.client("s3").create_bucket(Bucket="checkpoints")
+    checkpoints = CheckpointConfig(s3_uri="s3://checkpoints/run")
+    script = (
+        "import os, pathlib, signal, sys, time\n"
+        "path = pathlib.Path(os.environ['SAGEMAKER_BASE_DIR'], 'checkpoints', 'step.txt')\n"
+        "step = int(path.read_text()) if path.exists() else 0\n"
+        "print('starting at', step, flush=True)\n"
+        "path.write_text(str(step + 1))\n"
+        "time.sleep(100 if step == 0 else 0)"
+    )
+    name = jobs.create({"train.py": script}, "exec python train.py", checkpoint_config=checkpoints)
+    deadline = time.monotonic() + 20  # synced while the job runs
+    while boto3.client("s3").list_objects_v2(Bucket="checkpoints")["KeyCount"] == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    for pid in processes_naming(f"TRAINING_JOB_NAME={name}"):
+        os.kill(pid, signal.SIGKILL)  # a spot interruption without notice
+    assert jobs.wait(name)["TrainingJobStatus"] == "Failed"
+
+    again = jobs.create({"train.py": script}, "exec python train.py", checkpoint_config=checkpoints)
+    assert jobs.wait(again)["TrainingJobStatus"] == "Completed"
+    assert "starting at 1" in jobs.log(again)
+    assert read_s3("s3://checkpoints/run/step.txt") == b"2"
+
+
+def test_requirements_are_verified_and_never_installed(jobs: Jobs):
+    files = {"train.py": "", "requirements.txt": "numpy>=1.20\n"}
+    assert jobs.run(files, "exec python train.py")["TrainingJobStatus"] == "Completed"
+    files["requirements.txt"] = "six==0.0.1\n"
+    name = jobs.create(files, "exec python train.py")
+    assert jobs.wait(name)["TrainingJobStatus"] == "Failed"
+    assert any("six==0.0.1" in line and "ERROR" in line for line in jobs.log(name))
+
+
+def request(name: str, **changes) -> dict:
+    """A valid CreateTrainingJob request that runs `true`, with changes."""
+    return {
+        "TrainingJobName": name,
+        "RoleArn": "arn:aws:iam::123456789012:role/any",
+        "AlgorithmSpecification": {
+            "TrainingImage": "any",
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": ["/bin/true"],
+        },
+        "OutputDataConfig": {"S3OutputPath": "s3://any/output"},
+        "ResourceConfig": {"InstanceType": "ml.m5.large", "InstanceCount": 1, "VolumeSizeInGB": 1},
+        "StoppingCondition": {"MaxRuntimeInSeconds": 60},
+        **changes,
+    }
+
+
+def group(name: str = "a", kind: str = "ml.m5.large", count: int = 1) -> dict:
+    return {"InstanceGroupName": name, "InstanceType": kind, "InstanceCount": count}
+
+
+def s3_channel(name: str, *groups: str, **source) -> dict:
+    source = {"S3DataType": "S3Prefix", "S3Uri": "s3://any/data", **source}
+    if groups:
+        source["InstanceGroupNames"] = list(groups)
+    return {"ChannelName": name, "DataSource": {"S3DataSource": source}}
+
+
+REFUSED = {
+    "instance type beside groups": (
+        {
+            "ResourceConfig": {
+                "InstanceGroups": [group()],
+                "InstanceType": "ml.m5.large",
+                "VolumeSizeInGB": 1,
+            }
+        },
+        "InstanceType or InstanceCount",
+    ),
+    "neither": ({"ResourceConfig": {"VolumeSizeInGB": 1}}, "or InstanceGroups"),
+    "two groups of one name": (
+        {"ResourceConfig": {"InstanceGroups": [group(), group()], "VolumeSizeInGB": 1}},
+        "must be unique",
+    ),
+    "six groups": (
+        {"ResourceConfig": {"InstanceGroups": [group(c) for c in "abcdef"], "VolumeSizeInGB": 1}},
+        "less than or equal to 5",
+    ),
+    "warm pool": (
+        {
+            "ResourceConfig": {
+                "InstanceGroups": [group()],
+                "KeepAlivePeriodInSeconds": 60,
+                "VolumeSizeInGB": 1,
+            }
+        },
+        "warm pools",
+    ),
+    "unknown instance type": (
+        {"ResourceConfig": {"InstanceGroups": [group(kind="ml.c5.huge")], "VolumeSizeInGB": 1}},
+        "ml.c5.huge",
+    ),
+    "some channels with groups": (
+        {
+            "ResourceConfig": {"InstanceGroups": [group("a"), group("b")], "VolumeSizeInGB": 1},
+            "InputDataConfig": [s3_channel("x", "a"), s3_channel("y")],
+        },
+        r"Some channels have assigned instance groups: \[x\] while others not: \[y\]",
+    ),
+    "channel of an unknown group": (
+        {
+            "ResourceConfig": {"InstanceGroups": [group("a")], "VolumeSizeInGB": 1},
+            "InputDataConfig": [s3_channel("x", "c")],
+        },
+        r"\['c'\]",
+    ),
+    "no entry point": (
+        {"AlgorithmSpecification": {"TrainingImage": "any", "TrainingInputMode": "File"}},
+        "ContainerEntrypoint",
+    ),
+    "pipe mode": (
+        {"InputDataConfig": [{**s3_channel("x"), "InputMode": "Pipe"}]},
+        "no Pipe mode",
+    ),
+    "manifest": (
+        {"InputDataConfig": [s3_channel("x", S3DataType="ManifestFile")]},
+        "S3Prefix only",
+    ),
+    "apostrophe": ({"HyperParameters": {"name": "it's"}}, "apostrophe"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(jobs: Jobs, case: str):
+    changes, words = REFUSED[case]
+    client = boto3.client("sagemaker")
+    with pytest.raises(botocore.exceptions.ClientError, match=words) as error:
+        client.create_training_job(**request("refused", **changes))
+    assert error.value.response["Error"]["Code"] == "ValidationException"
+    with pytest.raises(botocore.exceptions.ClientError):
+        client.describe_training_job(TrainingJobName="refused")  # nothing was started
+
+
+def test_a_second_job_of_the_same_name_is_refused(jobs: Jobs):
+    client = boto3.client("sagemaker")
+    boto3.client("s3").create_bucket(Bucket="any")
+    client.create_training_job(**request("same-name"))
+    with pytest.raises(botocore.exceptions.ClientError, match="names must be unique") as error:
+        client.create_training_job(**request("same-name"))
+    assert error.value.response["Error"]["Code"] == "ResourceInUse"
+    assert jobs.wait("same-name")["TrainingJobStatus"] == "Completed"
+
+
+# ---- The process that the user works in: what gets out of it, and what happens when it ends.
+
+SCRIPT = """
+import os, sys, time
+sys.path[:0] = [{root!r}, {tests!r}]
+from pathlib import Path
+from shared import local_sagemaker
+from conftest import Jobs
+session = local_sagemaker.start()
+jobs = Jobs(session.role, Path(sys.argv[1]))
+"""
+
+
+def start_script(body: str, folder: Path, **environment: str) -> subprocess.Popen:
+    """Runs `body` in a process of its own, as a user's notebook kernel would."""
+    text = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests")) + body
+    return subprocess.Popen(
+        [sys.executable, "-c", text, str(folder)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+SLEEPING_JOB = """
+name = jobs.create({"train.py": "import time; print('ready', flush=True); time.sleep(100)"},
+                   "exec python train.py", {"a": ("ml.c5.xlarge", 2), "b": ("ml.m5.xlarge", 1)})
+jobs.wait_for_log(name, "ready")
+print("RUNNING", flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGINT", "exit", "stop"])
+def test_no_host_outlives_the_kernel(tmp_path: Path, end: str):
+    body = SLEEPING_JOB + {"stop": "session.stop()\nprint('STOPPED')", "exit": ""}.get(
+        end, "time.sleep(100)"
+    )
+    process = start_script(body, tmp_path)
+    for line in process.stdout:
+        if line.startswith("RUNNING"):
+            break
+    else:
+        pytest.fail("the job did not start")
+    started = time.monotonic()
+    if end.startswith("SIG"):
+        os.killpg(process.pid, getattr(signal, end))
+    process.communicate(timeout=30)
+    while processes_naming("/local-sagemaker-"):
+        assert time.monotonic() < started + 5
+        time.sleep(0.05)
+
+
+def test_a_job_whose_supervisor_is_killed_fails_and_leaves_nothing(jobs: Jobs):
+    name = jobs.create(
+        {"train.py": "import time; print('ready', flush=True); time.sleep(100)"},
+        "exec python train.py",
+        TWO_GROUPS,
+    )
+    jobs.wait_for_log(name, "ready")
+    (supervisor,) = (p for p in psutil.Process().children() if "supervisor.py" in p.cmdline()[-1])
+    supervisor.kill()
+    job = jobs.wait(name, seconds=20)
+    assert job["TrainingJobStatus"] == "Failed"
+    assert "hosts was killed" in job["FailureReason"]
+
+
+def test_nothing_leaves_this_machine_and_no_secret_gets_into_a_log(tmp_path: Path):
+    """Every connection of the user's process is watched; its environment is full of traps."""
+    body = """
+import socket
+outside = []
+connect = socket.socket.connect
+def watched(self, address):
+    if self.family != socket.AF_UNIX and not str(address[0]).startswith("127."):
+        outside.append(address)
+    return connect(self, address)
+socket.socket.connect = watched
+script = "import os; print('ENV', dict(os.environ))"
+name = jobs.create({"train.py": script}, "exec python train.py")
+print("STATUS", jobs.wait(name)["TrainingJobStatus"])
+print("SECRETS", sum("hunter2" in line for line in jobs.log(name)))
+import boto3
+try:
+    boto3.client("s3", endpoint_url="http://198.51.100.1:9").list_buckets()
+except Exception as error:
+    print("REFUSED", error)
+client = boto3.client("s3")
+client.list_buckets()
+session.stop()
+try:
+    client.list_buckets()  # it lives on, and must not turn to AWS
+except Exception as error:
+    print("REFUSED", error)
+print("OUTSIDE", outside)
+print("ENDPOINT", os.environ["AWS_ENDPOINT_URL"], os.environ["AWS_ACCESS_KEY_ID"])
+"""
+    process = start_script(
+        body,
+        tmp_path,
+        MY_PASSWORD="hunter2",
+        AWS_ACCESS_KEY_ID="AKIAhunter2",
+        AWS_SECRET_ACCESS_KEY="hunter2",
+        AWS_PROFILE="hunter2",
+        AWS_ENDPOINT_URL="http://198.51.100.1:9",
+        SAGEMAKER_USER_CONFIG_OVERRIDE="/nonexistent/hunter2.yaml",
+    )
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert "STATUS Completed" in output
+    assert "SECRETS 0" in output
+    assert "OUTSIDE []" in output
+    assert output.count("REFUSED The local SageMaker let no request out") == 2, output
+    assert "ENDPOINT http://198.51.100.1:9 AKIAhunter2" in output  # given back at the end
+
+
+def test_clients_made_before_the_start_are_refused(tmp_path: Path):
+    text = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import boto3; client = boto3.client('s3', region_name='us-east-1')\n"
+        "from shared import local_sagemaker\nlocal_sagemaker.start()"
+    )
+    result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "Restart the kernel and start the local SageMaker first" in result.stderr
+
+
+def test_cores_are_shared_by_vcpus_on_one_scale(monkeypatch: pytest.MonkeyPatch):
+    """A homogeneous job gets its own instance's share of the largest cluster, not the whole
+    machine.
+    """
+    from shared.local_sagemaker import cluster
+
+    def cores(count: int, groups: list[dict], scale: int) -> dict[str, list[int]]:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+        plan: dict[str, list[int]] = {}
+        for host in cluster.plan_hosts(groups, scale, 1, Path("/nowhere")):
+            plan.setdefault(host.group, []).append(len(host.cores))
+        return plan
+
+    both = [group("data", "ml.c5.9xlarge"), group("dnn", "ml.p3.2xlarge")]
+    assert cluster.total_vcpus(both) == 36 + 8
+    assert cores(22, both, 44) == {"data": [18], "dnn": [4]}
+    assert cores(22, both[1:], 44) == {"dnn": [4]}
+    assert cores(2, both, 44) == {"data": [1], "dnn": [1]}  # at least one each
+    assert cores(2, both[1:], 44) == {"dnn": [1]}
