@@ -1,0 +1,32 @@
+# Every target that needs the environment (.venv) sets it up first: once, and again when the
+# requirements or the set-up itself change.
+
+python := .venv/bin/python
+environment := .venv/.ready
+
+.PHONY: help demo test lab lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+
+demo: $(environment) ## run the notebooks on this machine, without an AWS account; results in build/
+	@$(python) scripts/demo.py
+
+test: $(environment) ## run the tests
+	@$(python) -m pytest
+
+lab: $(environment) ## open JupyterLab on the environment
+	@$(python) -m jupyterlab
+
+lint: $(environment) ## check format and style
+	@$(python) -m ruff format --check .
+	@$(python) -m ruff check .
+
+clean: ## remove everything that make has made, the environment included
+	rm -rf .venv build .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamp is written last, so a set-up that failed or was interrupted does not count as done.
+$(environment): requirements.txt constraints.txt scripts/setup.sh
+	@scripts/setup.sh
+	@touch $@

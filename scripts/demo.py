@@ -1,0 +1,105 @@
+"""Run every example notebook from top to bottom on this machine, as `make demo` does.
+
+Each notebook runs in its own folder with a kernel of its own. The executed copy goes to build/, as
+a notebook and as a web page; what the cells tagged `comparison` show is printed at the end.
+"""
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbconvert import HTMLExporter
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+KERNEL_LOG = BUILD / "kernel.log"
+
+
+def execute(notebook: nbformat.NotebookNode, folder: Path) -> None:
+    """Run all cells with `folder` as the working directory; the outputs go into `notebook`.
+
+    Prints each heading, with the seconds since the start, when its turn comes. The kernel is shut
+    down in any case, and what it writes besides the cells' outputs goes to build/kernel.log.
+
+    Raises:
+        CellExecutionError: a cell failed.
+        DeadKernelError: the kernel ended by itself.
+    """
+    started = time.monotonic()
+    client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(folder)}})
+    with KERNEL_LOG.open("w") as log, client.setup_kernel(stderr=log):
+        for index, cell in enumerate(notebook.cells):
+            if cell.cell_type == "markdown":
+                for heading in re.findall(r"^#+ (.+)", cell.source, re.MULTILINE):
+                    print(f"{time.monotonic() - started:6.0f} s  {heading}", flush=True)
+            client.execute_cell(cell, index)
+        client.set_widgets_metadata()
+    print(f"{time.monotonic() - started:6.0f} s  done", flush=True)
+
+
+def save(notebook: nbformat.NotebookNode, path: Path) -> Path:
+    """Write the executed notebook to build/ as .ipynb and .html; return the web page's path.
+
+    Images of the notebook's folder become part of the page, which can be passed on by itself.
+    """
+    nbformat.write(notebook, BUILD / path.name)
+    resources = {"metadata": {"name": path.stem, "path": str(path.parent)}}
+    html, _ = HTMLExporter(embed_images=True).from_notebook_node(notebook, resources)
+    page = (BUILD / path.name).with_suffix(".html")
+    page.write_text(html, encoding="utf-8")
+    return page
+
+
+def comparison(notebook: nbformat.NotebookNode) -> Iterator[str]:
+    """The text that cells tagged `comparison` printed or displayed; figures are left out."""
+    for cell in notebook.cells:
+        if "comparison" in cell.metadata.get("tags", []):
+            for output in cell.outputs:
+                if output.output_type == "stream":
+                    yield output.text
+                elif "image/png" not in output.data:
+                    yield output.data["text/plain"]
+
+
+def main() -> int:
+    """Run the notebooks one after the other; stop at the first that fails, with exit status 1."""
+    BUILD.mkdir(exist_ok=True)
+    executed = {}
+    for path in sorted(ROOT.glob("*.sagemaker/*.ipynb")):
+        print(f"\n{path.relative_to(ROOT)}", flush=True)
+        notebook = nbformat.read(path, as_version=4)
+        try:
+            execute(notebook, path.parent)
+        except CellExecutionError as error:
+            page = save(notebook, path)
+            reason = "\n".join(error.evalue.splitlines()[:5])
+            print(f"\n{path.name} failed: {error.ename}: {reason}", file=sys.stderr)
+            print(f"The failing cell, with its traceback: {page}", file=sys.stderr)
+            return 1
+        except DeadKernelError:
+            print(f"\n{path.name} failed: its kernel died, see {KERNEL_LOG}", file=sys.stderr)
+            return 1
+        executed[save(notebook, path)] = notebook
+
+    for page, notebook in executed.items():
+        if text := "\n".join(comparison(notebook)):
+            print(f"\n{page.stem}: comparison\n\n{text}")
+    print("\nThe executed notebooks, with figures:")
+    for page in executed:
+        print(f"  {page}")
+    return 0
+
+
+if __name__ == "__main__":
+    # As Ctrl-C does, `kill` shall unwind the stack, so that the kernel and its jobs end too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("\nInterrupted; the kernel has been shut down.")

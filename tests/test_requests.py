@@ -1,0 +1,84 @@
+"""What the notebooks ask of AWS: run with moto in AWS's place and no cluster, request by request.
+
+Compared with the stored requests in tests/requests/. To store new ones after a change that is
+meant, and to read their diff:
+
+    STORE_REQUESTS=1 .venv/bin/python -m pytest tests/test_requests.py; git diff tests/requests
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parent.parent
+STORED = Path(__file__).parent / "requests"
+
+# Instead of Studio: a caller that has assumed a SageMaker execution role, in moto's AWS.
+MOTO = """
+import json, os
+import boto3, moto
+from moto.iam.responses import IamResponse
+from moto.sagemaker.responses import SageMakerResponse
+from shared.local_sagemaker.session import _create_role, _simulate_principal_policy
+
+moto.mock_aws().start()
+os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
+role_arn = _create_role()
+caller = boto3.client("sts").assume_role(RoleArn=role_arn, RoleSessionName="SageMaker")
+os.environ["AWS_ACCESS_KEY_ID"] = caller["Credentials"]["AccessKeyId"]
+os.environ["AWS_SECRET_ACCESS_KEY"] = caller["Credentials"]["SecretAccessKey"]
+os.environ["AWS_SESSION_TOKEN"] = caller["Credentials"]["SessionToken"]
+boto3.DEFAULT_SESSION = None
+IamResponse.simulate_principal_policy = lambda self: _simulate_principal_policy(self, None)
+
+requests, create = [], SageMakerResponse.create_training_job
+
+
+def recorded(self):
+    requests.append(json.loads(self.body))
+    return create(self)
+
+
+SageMakerResponse.create_training_job = recorded
+"""
+
+
+def requests_of(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """Runs the notebook up to what needs the jobs' results; returns its CreateTrainingJobs."""
+    monkeypatch.setenv("SAGEMAKER_TARGET", target)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    content = nbformat.read(notebook, as_version=4)
+    content.cells = [
+        nbformat.v4.new_code_cell(MOTO),
+        *[c for c in content.cells if "results" not in c.metadata.get("tags", [])],
+        nbformat.v4.new_code_cell("print(json.dumps(requests))"),
+    ]
+    resources = {"metadata": {"path": str(notebook.parent)}}
+    NotebookClient(content, timeout=120, resources=resources).execute()
+    text = content.cells[-1].outputs[0].text
+    text = re.sub(r"-\d{14}\b", "-<time>", text)
+    text = re.sub(r'"HETERO_TOKEN": "[0-9a-f]{32}"', '"HETERO_TOKEN": "<token>"', text)
+    return json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "name, target",
+    [
+        ("hello.world.sagemaker/helloworld-example", "aws"),
+        ("pt.grpc.sagemaker/hetero-pytorch-mnist", "aws"),
+        ("pt.grpc.sagemaker/hetero-pytorch-mnist", "aws-small"),
+    ],
+)
+def test_requests_to_aws(name: str, target: str, monkeypatch: pytest.MonkeyPatch):
+    requests = requests_of(ROOT / f"{name}.ipynb", target, monkeypatch)
+    path = STORED / f"{Path(name).name}.{target}.json"
+    if os.environ.get("STORE_REQUESTS"):
+        path.write_text(json.dumps(requests, indent=2) + "\n")
+    assert requests == json.loads(path.read_text())

@@ -1,0 +1,107 @@
+"""hetero.py under toy scripts, as jobs of several hosts: how they begin and end together."""
+
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Jobs
+
+CODE = Path(__file__).parent.parent / "pt.grpc.sagemaker" / "code"
+GROUPS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
+LAUNCHER = """
+import sys
+import hetero
+cluster = hetero.read_cluster()
+command = [sys.executable, "-u", f"{cluster.group}.py"]
+if cluster.group == "data_group":
+    sys.exit(hetero.run(cluster, "dnn_group", service=command))
+sys.exit(hetero.run(cluster, "dnn_group", training=command))
+"""
+SERVE = "import time\nprint('serving')\ntime.sleep(100)"
+
+
+def run(jobs: Jobs, groups: dict | None = GROUPS, token: str = "secret", **scripts: str) -> dict:
+    """Runs a job of hetero.py and the given scripts, by instance group."""
+    files = {"hetero.py": (CODE / "hetero.py").read_text(), "launcher.py": LAUNCHER}
+    files.update({f"{name}.py": text for name, text in scripts.items()})
+    environment = {"HETERO_TOKEN": token} if token else {}
+    return jobs.run(files, "exec python launcher.py", groups, environment=environment)
+
+
+def test_training_starts_when_all_are_there_and_its_end_ends_all(jobs: Jobs):
+    job = run(jobs, data_group=SERVE, dnn_group="import time\nprint('ended at', time.time())")
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    log = jobs.log(job["TrainingJobName"])
+    trained = max(float(line.split()[2]) for line in log if line.startswith("ended at"))
+    steps = {s["Status"]: s for s in job["SecondaryStatusTransitions"]}
+    assert steps["Training"]["EndTime"].timestamp() - trained < 2  # when the last host had exited
+    assert sum("hetero: all hosts have ended" in line for line in log) == 1
+
+
+def test_an_exception_in_training_is_the_failure_reason(jobs: Jobs):
+    job = run(
+        jobs,
+        data_group=SERVE,
+        dnn_group="import os, time\nraise ValueError('no such thing')",
+    )
+    assert job["TrainingJobStatus"] == "Failed"
+    assert (
+        "(dnn_group), dnn_group.py exited with status 1: ValueError: no such thing."
+        in (job["FailureReason"])
+    )
+
+
+def test_a_data_server_that_ends_once_is_restarted(jobs: Jobs):
+    job = run(
+        jobs,
+        data_group="import os, pathlib, time\n"
+        "mark = pathlib.Path(os.environ['HOME'], 'was here')\n"
+        "if not mark.exists():\n    mark.touch()\n    os._exit(7)\n"
+        "print('serving again')\ntime.sleep(100)",
+        dnn_group="import time\ntime.sleep(4)",
+    )
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    log = jobs.log(job["TrainingJobName"])
+    assert log.count("serving again") == 2
+    assert log.count("hetero: data_group.py exited with status 7; restart in 1 s") == 2
+
+
+def test_data_servers_that_keep_ending_fail_the_job(jobs: Jobs):
+    started = time.monotonic()
+    job = run(jobs, data_group="1 / 0", dnn_group="import time\ntime.sleep(100)")
+    assert job["TrainingJobStatus"] == "Failed"
+    assert "(data_group), data_group.py exited with status 1" in job["FailureReason"]
+    assert "ZeroDivisionError" in job["FailureReason"]
+    assert "No data host is left" in job["FailureReason"]
+    assert time.monotonic() - started < 30
+
+
+def test_a_job_of_several_groups_needs_a_token(jobs: Jobs):
+    job = run(jobs, token="", data_group=SERVE, dnn_group="")
+    assert job["TrainingJobStatus"] == "Failed"
+    assert "put HETERO_TOKEN, a random text, into the job's environment" in job["FailureReason"]
+
+
+@pytest.mark.parametrize(
+    "groups, hyperparameters, words",
+    [
+        (
+            {"data_group": ("ml.c5.xlarge", 1), "gpu": ("ml.m5.xlarge", 1)},
+            {},
+            "No command for instance groups ['gpu'] among ['data_group', 'gpu']",
+        ),
+        (None, {"data-mode": "service"}, "data-mode 'service' needs a data group"),
+        (None, {"data-mode": "fast"}, "argument --data-mode: invalid choice: 'fast'"),
+        (None, {"batchsize": 3}, "unrecognized arguments: --batchsize 3"),
+    ],
+)
+def test_launcher_refuses_what_it_does_not_know(jobs: Jobs, groups, hyperparameters, words):
+    job = jobs.run(
+        {name: (CODE / name).read_text() for name in ("hetero.py", "launcher.py")},
+        "exec python launcher.py",
+        groups,
+        hyperparameters=hyperparameters,
+        environment={"HETERO_TOKEN": "secret"},
+    )
+    assert job["TrainingJobStatus"] == "Failed"
+    assert words in job["FailureReason"]
