@@ -15,6 +15,7 @@ import boto3
 import botocore.exceptions
 import psutil
 import pytest
+
 from conftest import Jobs, processes_naming
 
 ROOT = Path(__file__).parent.parent
@@ -27,15 +28,24 @@ group = config["current_group_name"]
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory):
+    """A folder of our own for the jobs' files, so that what they leave can be told from others'."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("tmp")
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield folder
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def nothing_is_left(temporary_folder: Path):
     """After every test, the jobs that it waited for have left neither folders nor processes."""
     yield
     deadline = time.monotonic() + 5
-    while folders := list(Path(tempfile.gettempdir()).glob("local-sagemaker-*")):
-        assert time.monotonic() < deadline, f"left behind: {folders}"
+    while left := [*temporary_folder.iterdir(), *processes_naming(f"{temporary_folder}/")]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.05)
-    assert not processes_naming("/local-sagemaker-")
 
 
 def read_s3(uri: str) -> bytes:
@@ -485,7 +495,7 @@ print("RUNNING", flush=True)
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGINT", "exit", "stop"])
-def test_no_host_outlives_the_kernel(tmp_path: Path, end: str):
+def test_no_host_outlives_the_kernel(tmp_path: Path, temporary_folder: Path, end: str):
     body = SLEEPING_JOB + {"stop": "session.stop()\nprint('STOPPED')", "exit": ""}.get(
         end, "time.sleep(100)"
     )
@@ -499,7 +509,7 @@ def test_no_host_outlives_the_kernel(tmp_path: Path, end: str):
     if end.startswith("SIG"):
         os.killpg(process.pid, getattr(signal, end))
     process.communicate(timeout=30)
-    while processes_naming("/local-sagemaker-"):
+    while processes_naming(f"{temporary_folder}/local-sagemaker-"):
         assert time.monotonic() < started + 5
         time.sleep(0.05)
 

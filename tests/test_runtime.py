@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from conftest import Jobs
 
 CODE = Path(__file__).parent.parent / "pt.grpc.sagemaker" / "code"

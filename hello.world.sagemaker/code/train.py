@@ -85,7 +85,7 @@ def main() -> None:
     """Prints this host's facts, and fails when the two ways differ."""
     by_hand = read_by_hand()
     host, group = by_hand["current_host"], by_hand["current_instance_group"]
-    print(f"Hello from {host}, an {by_hand['current_instance_type']} of {group}!")
+    print(f"Hello! host={host} group={group} instance_type={by_hand['current_instance_type']}")
 
     if toolkit is None:
         print("No sagemaker_training toolkit in this image: read by hand only.")

@@ -145,9 +145,11 @@ class Child:
         for line in self.process.stdout:
             sys.stdout.buffer.write(line)
             sys.stdout.flush()
-            # Kept for the FailureReason: the last "SomeError: text", torchrun's own report aside.
+            # Kept for the FailureReason: the last "SomeError: text" or "script.py: error: text",
+            # torchrun's own report aside.
             text = re.sub(r"^\[rank\d+\]:\s*", "", line.decode("utf-8", "replace")).strip()
-            if re.match(r"[\w.]*(Error|Exception)\b", text) and "ChildFailedError" not in text:
+            error = re.match(r"([\w.]*(Error|Exception)\b|\S+\.py: error: )", text)
+            if error and "ChildFailedError" not in text:
                 self.error = text
 
     def describe_exit(self) -> str:

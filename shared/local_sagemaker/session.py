@@ -85,7 +85,7 @@ class LocalSageMaker:
         if vcpus > self.scale_vcpus:
             if self.scale_vcpus:
                 print(
-                    f"{name} has more vCPUs ({vcpus}) than any job so far ({self.scale_vcpus}), so its "
+                    f"{name} has more vCPUs ({vcpus}) than earlier jobs ({self.scale_vcpus}): its "
                     "times cannot be compared with theirs. To compare, name the largest cluster at "
                     'the start: local_sagemaker.start(largest_cluster={"ml.c5.9xlarge": 1, ...}).'
                 )

@@ -1,0 +1,287 @@
+"""Train an image classifier on MNIST-format data, with samples prepared here or on other machines.
+
+`--data-mode` says where samples come from: `local` prepares them on this host's own cores,
+`service` asks the data hosts for them, `synthetic` repeats one batch, which shows how fast training
+could be.  The first two give the same batches, so they train the same model, bit for bit.
+
+Run it as it is, or on several GPUs with `torchrun --nproc-per-node=N train_dnn.py ...`.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Data workers share the cores with training threads, so these must sleep while they wait for each
+# other: by default they spin, which can slow steps tenfold.  Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from batches import LocalLoader
+from dataset import MnistDataset, SyntheticLoader, milliseconds_per_sample
+from feed_client import FeedLoader
+from model import build
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line; what doesn't fit together ends the program with a sentence."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--data-mode", choices=["local", "service", "synthetic"], default="local")
+    add("--data-hosts", default="", metavar="HOST:PORT,...", help="data hosts (service)")
+    add("--train-dir", help="folder of the training files (local)")
+    add("--test-dir", help="folder of the test files; evaluates at the end if given")
+    add("--model", default="mnist", help="mnist or small")
+    add("--augment", type=int, default=0, help="strength of augmentation (local); 0: none")
+    add("--batch-size", type=int, default=128, help="samples per step of each rank")
+    add("--epochs", type=int, default=1)
+    add("--max-steps", type=int, default=0, help="stop after this many steps; 0: no limit")
+    add("--lr", type=float, default=1e-3, help="learning rate of Adam")
+    add("--seed", type=int, default=0)
+    add("--workers", type=int, default=0, help="data processes (local); 0: by cores")
+    add("--log-every", type=int, default=20, metavar="STEPS")
+    add("--model-dir", type=Path, default=Path("model"), help="where model.pt is written")
+    add("--checkpoint-dir", type=Path, help="where checkpoint.pt is written, and looked for")
+    add("--checkpoint-every", type=int, default=100, metavar="STEPS")
+    args = parser.parse_args()
+
+    args.data_hosts = [host for host in args.data_hosts.split(",") if host]
+    args.token = os.environ.get("HETERO_TOKEN", "")
+    for name in ("batch_size", "epochs", "log_every", "checkpoint_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    if args.data_mode == "local" and not args.train_dir:
+        parser.error("--data-mode local needs --train-dir, the folder of the training files")
+    if args.data_mode == "service" and not args.data_hosts:
+        parser.error("--data-mode service needs --data-hosts, the addresses of the data hosts")
+    if args.data_mode == "service" and not args.token:
+        parser.error("the environment variable HETERO_TOKEN must hold the job's token")
+    if args.data_mode == "synthetic" and not args.max_steps:
+        parser.error("--data-mode synthetic has no end of its own: say how many --max-steps")
+    return args
+
+
+def main() -> None:
+    """Train, and save the model."""
+    args = parse_arguments()
+    sys.stdout.reconfigure(line_buffering=True)  # the job's log shows each line at once
+
+    # torchrun tells each process its place among the others; without it there is just this one.
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    torch.set_num_threads(cores)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+
+    torch.manual_seed(args.seed)  # the same initial weights in every run
+    try:
+        model = build(args.model).to(device)
+        # Without a GPU, a data worker on a single core would only take turns with the training.
+        workers = args.workers or (0 if cores == 1 and device.type == "cpu" else cores)
+        loader = build_loader(args, rank, world_size, workers, device)
+    except (OSError, ValueError) as error:  # a missing file, a data host that can't be reached
+        sys.exit(f"train_dnn.py: error: {error}")
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    total_steps = args.epochs * len(loader)
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
+
+    control = join_ranks(device) if world_size > 1 else None
+
+    # From here on SIGTERM ends the current step, saves a checkpoint, and only then ends the run.
+    stop_requested = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop_requested.set())
+
+    # Rank 0 has the checkpoint, if there is one; all ranks continue from it.
+    step = 0
+    checkpoint = load_checkpoint(args.checkpoint_dir, rank, control)
+    if checkpoint:
+        step = checkpoint["step"]
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        loader.load_state_dict(checkpoint["loader"])
+        if rank == 0:
+            print(f"resumed from {args.checkpoint_dir} at step {step}")
+    parallel_model = DistributedDataParallel(model) if world_size > 1 else model
+
+    # The clock starts after the first step, which pays for start-up: connections, worker processes,
+    # CUDA kernels, the first batch's way through an empty pipeline.
+    first_step, interval = step, Interval()
+    loss = torch.tensor(float("nan"))
+    stopping = False
+    model.train()
+    while step < total_steps and not stopping:
+        epoch = step // len(loader)
+        loader.set_epoch(epoch)
+        wait_start = time.perf_counter()
+        for images, labels in loader:
+            interval.data_wait += time.perf_counter() - wait_start
+
+            # Dropout depends on seed, step and rank only, so that a resumed run repeats it.
+            torch.manual_seed((args.seed * 1_000_003 + step) * world_size + rank)
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(parallel_model(images), labels)
+            loss.backward()
+            optimizer.step()
+
+            step += 1
+            interval.add(len(labels), loss)
+            if step == first_step + 1:
+                loss.item()  # waits until the GPU has done it
+                interval = Interval()
+            elif step % args.log_every == 0 or step == total_steps:
+                if rank == 0:
+                    print(f"step={step} epoch={epoch + 1} {interval.summary(world_size)}")
+                interval = Interval()
+
+            stopping = any_rank(stop_requested.is_set(), control)
+            epoch_ends = step % len(loader) == 0
+            due = stopping or epoch_ends or step % args.checkpoint_every == 0
+            if due and args.checkpoint_dir and rank == 0:
+                state = {
+                    "step": step,
+                    "loader": loader.state_dict(),
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                }
+                save(state, args.checkpoint_dir / "checkpoint.pt")
+            if stopping or step == total_steps:
+                break
+            wait_start = time.perf_counter()
+
+    if world_size > 1:
+        dist.destroy_process_group()
+    if step < total_steps:
+        sys.exit(f"training stopped by SIGTERM after step {step}")
+    if rank == 0:
+        save(model.state_dict(), args.model_dir / "model.pt")
+        if args.test_dir:
+            print(f"test_accuracy={evaluate(model, args.test_dir, device):.4f}")
+        print(f"training finished: step={step} loss={loss.item():.4f}")
+
+
+def build_loader(
+    args: argparse.Namespace, rank: int, world_size: int, workers: int, device: torch.device
+) -> LocalLoader | FeedLoader | SyntheticLoader:
+    """Return this rank's source of batches, each a pair: images (N, 1, 28, 28), labels (N,)."""
+    pin_memory = device.type == "cuda"  # lets the copy to the GPU overlap with computing
+    if args.data_mode == "synthetic":
+        return SyntheticLoader(args.batch_size, length=args.max_steps, pin_memory=pin_memory)
+    share = {
+        "batch_size": args.batch_size,
+        "shuffle": True,
+        "seed": args.seed,
+        "rank": rank,
+        "world_size": world_size,
+        "pin_memory": pin_memory,
+    }
+    if args.data_mode == "service":
+        return FeedLoader(args.data_hosts, args.token, **share)
+    dataset = MnistDataset(args.train_dir, augment=args.augment)
+    if rank == 0:
+        print(f"data_ms_per_sample={milliseconds_per_sample(dataset):.3f} workers={workers}")
+    return LocalLoader(dataset, num_workers=workers, **share)
+
+
+@dataclass
+class Interval:
+    """What has been measured since the last log line."""
+
+    start: float = field(default_factory=time.perf_counter)
+    data_wait: float = 0.0  # seconds
+    steps: int = 0
+    samples: int = 0
+    loss: torch.Tensor | float = 0.0  # sum over the steps; stays on the GPU
+
+    def add(self, samples: int, loss: torch.Tensor) -> None:
+        self.steps += 1
+        self.samples += samples
+        self.loss += loss.detach()
+
+    def summary(self, world_size: int) -> str:
+        """Return the means as text, for a log that people and regular expressions read."""
+        loss = float(self.loss) / self.steps  # waits for the GPU: only now is the time below true
+        seconds = time.perf_counter() - self.start
+        return (
+            f"loss={loss:.4f} step_time_ms={1000 * seconds / self.steps:.2f} "
+            f"data_wait_ms={1000 * self.data_wait / self.steps:.2f} "
+            f"samples_per_s={world_size * self.samples / seconds:.1f}"
+        )
+
+
+def join_ranks(device: torch.device) -> dist.ProcessGroup:
+    """Connect the ranks for training, over the fastest library there is.
+
+    Returns a second group, over gloo, for the few words that ranks exchange on CPUs.
+    """
+    backend = "gloo"
+    if device.type == "cuda":
+        try:
+            import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401  (registers it)
+
+            backend = "smddp"
+        except ImportError:  # a container without SageMaker's library
+            backend = "nccl"
+    dist.init_process_group(backend)
+    return dist.new_group(backend="gloo")
+
+
+def any_rank(flag: bool, control: dist.ProcessGroup | None) -> bool:
+    """Return whether `flag` is true on any rank, so that all ranks stop after the same step."""
+    if control is None:
+        return flag
+    votes = torch.tensor(int(flag))
+    dist.all_reduce(votes, group=control)
+    return votes.item() > 0
+
+
+def load_checkpoint(
+    folder: Path | None, rank: int, control: dist.ProcessGroup | None
+) -> dict | None:
+    """Return, on every rank, the checkpoint that rank 0 finds in `folder`, or else None."""
+    found = [None]
+    if rank == 0 and folder and (folder / "checkpoint.pt").exists():
+        found[0] = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    if control is not None:
+        dist.broadcast_object_list(found, group=control)
+    return found[0]
+
+
+def save(state: dict, path: Path) -> None:
+    """Write `state` to `path` in one go: a reader finds the old file or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, folder: str, device: torch.device) -> float:
+    """Return the share of the test images (the t10k files in `folder`) that `model` gets right."""
+    model.eval()
+    dataset = MnistDataset(folder, train=False)
+    correct = 0
+    for images, labels in DataLoader(dataset, batch_size=1000):
+        predictions = model(images.to(device)).argmax(dim=1).cpu()
+        correct += (predictions == labels).sum().item()
+    return correct / len(dataset)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""The PyTorch example's data set and training scripts, run as its users run them."""
+
+import gzip
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+CODE = Path(__file__).parents[1] / "pt.grpc.sagemaker" / "code"
+sys.path.insert(0, str(CODE))
+
+from dataset import MEAN, STD, MnistDataset, milliseconds_per_sample  # noqa: E402
+
+ENVIRONMENT = {**os.environ, "HETERO_TOKEN": "a token", "PYTHONUNBUFFERED": "1"}
+STEP_LINE = re.compile(
+    r"^step=(\d+) epoch=(\d+) loss=([\d.]+) step_time_ms=([\d.]+) data_wait_ms=([\d.]+) "
+    r"samples_per_s=([\d.]+)$",
+    re.MULTILINE,
+)
+TRAIN_IMAGES, BATCH_SIZE, EPOCHS = 630, 16, 2
+STEPS_PER_EPOCH = 40  # the last batch is smaller
+TOTAL_STEPS = EPOCHS * STEPS_PER_EPOCH
+TRAINING = ["--model", "mnist", "--batch-size", str(BATCH_SIZE), "--epochs", str(EPOCHS)]
+TRAINING += ["--seed", "7", "--log-every", "10"]
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    header = struct.pack(f">I{array.ndim}I", 0x0800 + array.ndim, *array.shape)
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    """A folder of printed digits, shifted at random: plain training files, gzipped test files."""
+    folder = tmp_path_factory.mktemp("digits")
+    random = np.random.default_rng(0)
+    font = ImageFont.load_default(size=24)
+    for prefix, count in (("train", TRAIN_IMAGES), ("t10k", 100)):
+        labels = random.integers(0, 10, count)
+        images = np.empty((count, 28, 28))
+        for image, label in zip(images, labels, strict=True):
+            canvas = Image.new("L", (28, 28))
+            place = 14 + random.integers(-3, 4, 2)
+            ImageDraw.Draw(canvas).text(tuple(place), str(label), fill=255, font=font, anchor="mm")
+            image[:] = np.asarray(canvas)
+        write_idx(folder / f"{prefix}-images-idx3-ubyte", images)
+        write_idx(folder / f"{prefix}-labels-idx1-ubyte", labels)
+    for path in folder.glob("t10k-*"):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    return folder
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess:
+    """Run a Python program of the example (or a module, with -m) to its end."""
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=CODE,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def train(*arguments: str | Path) -> str:
+    """Run train_dnn.py, which must succeed, and return what it printed."""
+    done = run("train_dnn.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def assert_same_model(folder: Path, reference: Path) -> None:
+    weights, expected = torch.load(folder / "model.pt"), torch.load(reference / "model.pt")
+    assert weights.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(weights[name], expected[name]), name
+
+
+# The data set
+
+
+def test_plain_and_gzipped_files_hold_the_images_written(digits):
+    random = np.random.default_rng(0)
+    dataset, test_set = MnistDataset(digits), MnistDataset(digits, train=False)
+    assert (len(dataset), len(test_set)) == (TRAIN_IMAGES, 100)
+    assert [label for _, label in dataset] == random.integers(0, 10, TRAIN_IMAGES).tolist()
+
+    raw = (digits / "train-images-idx3-ubyte").read_bytes()
+    written = np.frombuffer(raw, np.uint8, offset=16).reshape(-1, 1, 28, 28)
+    image, label = dataset[5]
+    assert (image.dtype, image.shape, type(label)) == (torch.float32, (1, 28, 28), int)
+    np.testing.assert_allclose(image.numpy(), (written[5] / 255 - MEAN) / STD, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("images-idx3", None, "neither train-images-idx3-ubyte nor train-images-idx3-ubyte.gz in"),
+        ("images-idx3", struct.pack(">4I", 0x0D03, 2, 28, 28) + bytes(1568), "0x0d03 instead of"),
+        ("images-idx3", struct.pack(">4I", 0x0803, 2, 28, 28) + bytes(1567), "1567 bytes of data"),
+        ("images-idx3", b"\0\0", "instead of 0x0803"),
+        ("images-idx3", struct.pack(">4I", 0x0803, 2, 14, 56) + bytes(1568), "14x56 pixels"),
+        ("labels-idx1", struct.pack(">2I", 0x0801, 3) + bytes(3), "2 train images but 3 labels"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, name, content, message):
+    write_idx(tmp_path / "train-images-idx3-ubyte", np.zeros((2, 28, 28)))
+    write_idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(2))
+    assert len(MnistDataset(tmp_path)) == 2
+    path = tmp_path / f"train-{name}-ubyte"
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    with pytest.raises((FileNotFoundError, ValueError), match=message) as caught:
+        MnistDataset(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_truncated_gzip_file_is_named(digits, tmp_path):
+    for path in digits.glob("t10k-*.gz"):
+        (tmp_path / path.name).write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte.gz is not a complete gzip file"):
+        MnistDataset(tmp_path, train=False)
+
+
+@pytest.mark.parametrize("augment", [1, 2, 5])
+def test_augmentation_varies_the_image_and_repeats_with_the_seed(digits, augment):
+    dataset, original = MnistDataset(digits, augment=augment), MnistDataset(digits)[0][0]
+    torch.manual_seed(3)
+    first, second = dataset[0][0], dataset[0][0]
+    torch.manual_seed(3)
+    assert torch.equal(dataset[0][0], first)
+    assert not torch.equal(first, second)
+    # Still the same digit: much closer to its original than to a blank or a different image.
+    distance = (first - original).square().mean()
+    assert 0 < distance < 0.7 * (MnistDataset(digits)[1][0] - original).square().mean()
+    assert first.shape == original.shape
+    assert original.min() - 1e-5 <= first.min() and first.max() <= original.max() + 1e-5
+
+
+def test_measuring_a_sample_disturbs_nothing(digits):
+    torch.manual_seed(0)
+    expected, threads = torch.rand(3), torch.get_num_threads()
+    torch.manual_seed(0)
+    weak = milliseconds_per_sample(MnistDataset(digits, augment=1))
+    strong = milliseconds_per_sample(MnistDataset(digits, augment=8))
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == threads
+    assert strong > 3 * weak > 0
+
+
+# Training
+
+
+@pytest.fixture(scope="module")
+def local_run(digits, tmp_path_factory) -> tuple[Path, str]:
+    """The folder of the model that local mode trains, and what the run printed."""
+    folder = tmp_path_factory.mktemp("local")
+    arguments = ["--train-dir", digits, "--test-dir", digits, "--augment", "2", "--workers", "1"]
+    return folder, train(*TRAINING, *arguments, "--model-dir", folder)
+
+
+def test_local_training_learns_and_says_so(local_run):
+    folder, output = local_run
+    lines = STEP_LINE.findall(output)
+    assert [(int(line[0]), int(line[1])) for line in lines] == [
+        (step, 1 + (step - 1) // STEPS_PER_EPOCH) for step in range(10, TOTAL_STEPS + 1, 10)
+    ]
+    losses = [float(line[2]) for line in lines]
+    assert losses[-1] < 0.6 * losses[0]
+    for _, _, _, step_time, data_wait, samples_per_s in lines[:3]:
+        assert 0 <= float(data_wait) <= float(step_time)
+        assert float(samples_per_s) == pytest.approx(1000 * BATCH_SIZE / float(step_time), rel=0.01)
+    assert re.search(r"^data_ms_per_sample=\d+\.\d{3}$", output, re.MULTILINE)
+    assert float(re.search(r"^test_accuracy=([\d.]+)$", output, re.MULTILINE)[1]) > 0.6
+    assert re.search(r"^training finished: step=80 loss=[\d.]+$", output, re.MULTILINE)
+    assert torch.load(folder / "model.pt")["fc2.bias"].shape == (10,)
+
+
+@pytest.fixture
+def data_hosts(digits):
+    """The addresses of two data hosts, which must end cleanly on SIGTERM."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as two,
+    ):
+        addresses = [f"127.0.0.1:{server.getsockname()[1]}" for server in (one, two)]
+    command = [sys.executable, "train_data.py", "--train-dir", digits, "--augment", "2"]
+    command += ["--workers", "1", "--bind"]
+    hosts = [
+        subprocess.Popen(
+            [*command, address], cwd=CODE, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+        )
+        for address in addresses
+    ]
+    yield addresses
+    for host in hosts:
+        host.terminate()
+    for host in hosts:
+        output, _ = host.communicate(timeout=60)
+        assert re.search(r"^data_ms_per_sample=\d+\.\d{3}$", output, re.MULTILINE)
+        assert host.returncode == 0
+
+
+def test_two_data_hosts_train_the_same_model_as_local_mode(local_run, data_hosts, tmp_path):
+    arguments = ["--data-mode", "service", "--data-hosts", ",".join(data_hosts)]
+    output = train(*TRAINING, *arguments, "--model-dir", tmp_path)
+    assert len(STEP_LINE.findall(output)) == 8
+    assert_same_model(tmp_path, local_run[0])
+
+
+def test_run_resumed_after_sigterm_equals_the_uninterrupted_one(local_run, digits, tmp_path):
+    command = [*TRAINING, "--train-dir", digits, "--augment", "2", "--workers", "1"]
+    command += ["--checkpoint-dir", tmp_path, "--model-dir", tmp_path]
+    train(*command, "--max-steps", "50", "--checkpoint-every", "50")  # into the second epoch
+    (tmp_path / "model.pt").unlink()
+
+    stopped = subprocess.Popen(
+        [sys.executable, "train_dnn.py", *map(str, command)],
+        cwd=CODE,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert stopped.stdout.readline().startswith("data_ms_per_sample=")
+    assert stopped.stdout.readline() == f"resumed from {tmp_path} at step 50\n"
+    stopped.send_signal(signal.SIGTERM)
+    _, errors = stopped.communicate(timeout=60)
+    assert stopped.returncode != 0
+    step = int(re.search(r"stopped by SIGTERM after step (\d+)$", errors)[1])
+    assert 50 < step < TOTAL_STEPS
+    assert not (tmp_path / "model.pt").exists()
+
+    assert f"resumed from {tmp_path} at step {step}\n" in train(*command)
+    assert_same_model(tmp_path, local_run[0])
+
+
+def test_two_ranks_train_like_one_with_twice_the_batch(digits, tmp_path):
+    common = ["--train-dir", digits, "--model", "small", "--max-steps", "12", "--log-every", "4"]
+    one = train(*common, "--batch-size", "32", "--model-dir", tmp_path / "one")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    two = run(
+        *torchrun, "train_dnn.py", *common, "--batch-size", "16", "--model-dir", tmp_path / "two"
+    )
+    assert two.returncode == 0, two.stderr
+    assert [line[0] for line in STEP_LINE.findall(two.stdout)] == ["4", "8", "12"]
+    assert [line[0] for line in STEP_LINE.findall(one)] == ["4", "8", "12"]
+    weights = torch.load(tmp_path / "two" / "model.pt")
+    for name, expected in torch.load(tmp_path / "one" / "model.pt").items():
+        torch.testing.assert_close(weights[name], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_synthetic_mode_needs_no_data(tmp_path):
+    output = train("--data-mode", "synthetic", "--max-steps", "12", "--model", "small",
+                   "--log-every", "4", "--model-dir", tmp_path)  # fmt: skip
+    lines = STEP_LINE.findall(output)
+    assert [line[0] for line in lines] == ["4", "8", "12"]
+    assert all(float(line[4]) < 1 for line in lines)
+    assert (tmp_path / "model.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train_dnn.py --data-mode service", "service needs --data-hosts"),
+        ("train_dnn.py --data-mode synthetic", "say how many --max-steps"),
+        ("train_dnn.py --train-dir /nowhere", "neither train-images-.* the folder /nowhere"),
+        ("train_dnn.py --data-mode synthetic --max-steps 1 --model huge", "no model 'huge'"),
+        ("train_data.py --train-dir /nowhere --bind 127.0.0.1:1", "the folder /nowhere"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(command, message):
+    done = run(*command.split())
+    assert done.returncode != 0
+    assert re.search(message, done.stderr.splitlines()[-1])
+    assert "Traceback" not in done.stderr
