@@ -32,7 +32,8 @@ def execute(notebook: nbformat.NotebookNode, folder: Path) -> None:
         DeadKernelError: the kernel ended by itself.
     """
     started = time.monotonic()
-    client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(folder)}})
+    resources = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, timeout=None, record_timing=False, resources=resources)
     with KERNEL_LOG.open("w") as log, client.setup_kernel(stderr=log):
         for index, cell in enumerate(notebook.cells):
             if cell.cell_type == "markdown":

@@ -182,7 +182,7 @@ def test_local_training_learns_and_says_so(local_run):
     for _, _, _, step_time, data_wait, samples_per_s in lines[:3]:
         assert 0 <= float(data_wait) <= float(step_time)
         assert float(samples_per_s) == pytest.approx(1000 * BATCH_SIZE / float(step_time), rel=0.01)
-    assert re.search(r"^data_ms_per_sample=\d+\.\d{3}$", output, re.MULTILINE)
+    assert re.search(r"^data_ms_per_sample=\d+\.\d{3} workers=\d+$", output, re.MULTILINE)
     assert float(re.search(r"^test_accuracy=([\d.]+)$", output, re.MULTILINE)[1]) > 0.6
     assert re.search(r"^training finished: step=80 loss=[\d.]+$", output, re.MULTILINE)
     assert torch.load(folder / "model.pt")["fc2.bias"].shape == (10,)
@@ -209,7 +209,7 @@ def data_hosts(digits):
         host.terminate()
     for host in hosts:
         output, _ = host.communicate(timeout=60)
-        assert re.search(r"^data_ms_per_sample=\d+\.\d{3}$", output, re.MULTILINE)
+        assert re.search(r"^data_ms_per_sample=\d+\.\d{3} workers=\d+$", output, re.MULTILINE)
         assert host.returncode == 0
 
 
