@@ -24,7 +24,7 @@ lint: $(environment) ## check format and style
 
 clean: ## remove everything that make has made, the environment included
 	rm -rf .venv build .pytest_cache .ruff_cache
-	find . -name __pycache__ -prune -exec rm -rf {} +
+	find . \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
 # The stamp is written last, so a set-up that failed or was interrupted does not count as done.
 $(environment): requirements.txt constraints.txt scripts/setup.sh

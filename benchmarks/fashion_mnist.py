@@ -39,7 +39,7 @@ COMPUTE = {
 
 
 def train(role: str, mode: str, folder: Path, epochs: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """Runs one job; returns the accuracy that it logged and the weights of its model."""
+    """Run one job; returns the accuracy that it logged and the weights of its model."""
     trainer = ModelTrainer(
         role=role,
         training_image="123456789012.dkr.ecr.us-east-1.amazonaws.com/any:1",  # not used locally
@@ -70,7 +70,7 @@ def train(role: str, mode: str, folder: Path, epochs: int) -> tuple[float, dict[
 
 
 def main() -> None:
-    """Trains in both modes and compares."""
+    """Train in both modes and compares."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder of the MNIST-format files")
     parser.add_argument("--epochs", type=int, default=2)

@@ -86,6 +86,9 @@ mkdir -p build
 : >"$log"
 echo "Setting up .venv (once; about 5 minutes):"
 [ -z "${new_venv:-}" ] || step "Python 3.11" create_venv
+[ -e "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
+    fail "no headers of Python 3.11, which Horovod needs: install them (Debian, Ubuntu:" \
+        "apt install python3.11-dev)."
 step "packages of requirements.txt" install_packages
 step "Horovod" install_horovod
 step "SageMaker training toolkit" install_toolkit

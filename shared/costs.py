@@ -76,9 +76,13 @@ def _price(instance_type: str, region: str, as_of: str | None) -> pd.Series:
     if in_region.empty:
         known = ", ".join(sorted(rows["region"].unique()))
         raise ValueError(
-            f"prices.csv has no price of {instance_type} in region {region!r}, only in {known}."
+            f"prices.csv has no price of {instance_type} in region {region!r}, only in {known}: "
+            "add a row with its source, or name a region that it has."
         )
-    until = date.fromisoformat(as_of).isoformat() if as_of else date.max.isoformat()
+    try:
+        until = date.fromisoformat(as_of).isoformat() if as_of else date.max.isoformat()
+    except ValueError:
+        raise ValueError(f"as_of is {as_of!r}, but must be a date such as 2022-10-27.") from None
     dated = in_region[in_region["as_of"] <= until]
     if dated.empty:
         raise ValueError(
@@ -120,8 +124,11 @@ def cluster_price_per_hour(
     resource_config: dict[str, Any], region: str = "us-east-1", as_of: str | None = None
 ) -> float:
     """Add up the prices of all instances of a job's ResourceConfig, in US dollars per hour."""
-    counts = instances_of(resource_config)
-    return sum(price_per_hour(name, region, as_of) * n for name, n in counts.items())
+    return _usd_per_hour(instances_of(resource_config), region, as_of)
+
+
+def _usd_per_hour(instances: dict[str, int], region: str, as_of: str | None) -> float:
+    return sum(price_per_hour(name, region, as_of) * n for name, n in instances.items())
 
 
 def job_cost(description: dict[str, Any], as_of: str | None = None) -> float:
@@ -156,6 +163,7 @@ def compare(
     job_names: Sequence[str] | Mapping[str, str],
     session: boto3.Session | None = None,
     as_of: str | None = None,
+    region: str | None = None,
 ) -> pd.DataFrame:
     """Compare training jobs that have ended; the first one is the baseline.
 
@@ -165,6 +173,7 @@ def compare(
         job_names: Names of the jobs, or {label: name} to have short labels in table and figure.
         session: boto3 session to use instead of the default one.
         as_of: ISO date of the prices, instead of the newest ones.
+        region: Where the prices are from, if not from the first job's region.
 
     Returns:
         One row per job; columns as in `compare_runs`.
@@ -173,6 +182,7 @@ def compare(
     runs = {}
     for label, name in monitoring.labelled(job_names).items():
         description = client.describe_training_job(TrainingJobName=name)
+        region = region or _region(description)
         billable_s = _billable_seconds(description)
         median = monitoring.steps(name, session)[
             ["step_time_ms", "data_wait_ms", "samples_per_s"]
@@ -180,7 +190,7 @@ def compare(
         runs[label] = Run(
             instances_of(description["ResourceConfig"]), billable_s=billable_s, **median
         )
-    return compare_runs(runs, _region(description), as_of)
+    return compare_runs(runs, region, as_of)
 
 
 def compare_runs(
@@ -206,7 +216,7 @@ def _row(run: Run, region: str, as_of: str | None) -> dict[str, Any]:
     """Compute what does not depend on the baseline."""
     prices = {name: _price(name, region, as_of) for name in run.instances}
     dearest_first = sorted(prices, key=lambda name: -prices[name]["usd_per_hour"])
-    usd_per_hour = sum(prices[name]["usd_per_hour"] * n for name, n in run.instances.items())
+    usd_per_hour = _usd_per_hour(run.instances, region, as_of)
     return {
         "instances": " + ".join(f"{run.instances[name]} x {name}" for name in dearest_first),
         "USD per hour": usd_per_hour,
@@ -274,6 +284,7 @@ def plot(table: pd.DataFrame, title: str = "", note: str = "") -> Figure:
     left.invert_yaxis()  # the baseline on top
     left.set_xlabel("step time (ms)", fontsize=12)
     right.set_xlabel("cost per 1,000 steps (USD)", fontsize=12)
+    right.locator_params(axis="x", nbins=5)  # more would touch each other
     for panel in (left, right):
         panel.margins(x=0.6)  # room for the text beside the bars
         panel.tick_params(labelsize=11)

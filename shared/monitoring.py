@@ -29,7 +29,7 @@ LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
 # For the MetricDefinitions of a job: SageMaker then graphs these as the job's metrics.
 METRIC_DEFINITIONS = [
-    {"Name": name, "Regex": rf"step=.* {name}=([0-9.eE+-]+)"}
+    {"Name": name, "Regex": rf"step=\d+ epoch=.*\b{name}=([0-9.eE+-]+)"}
     for name in ("loss", "step_time_ms", "data_wait_ms", "samples_per_s")
 ]
 

@@ -29,7 +29,7 @@ class Jobs:
         self.role, self.folder = role, folder
 
     def create(self, files: dict[str, str], command: str, groups: dict | None = None, **settings):
-        """Starts a job and returns its name. groups: {name: (instance type, count)}."""
+        """Start a job and returns its name. groups: {name: (instance type, count)}."""
         from sagemaker.core.training.configs import (
             Compute,
             InstanceGroup,
@@ -68,7 +68,7 @@ class Jobs:
         return trainer._latest_training_job.training_job_name
 
     def wait(self, name: str, seconds: float = 120) -> dict:
-        """Waits for the job's end and returns DescribeTrainingJob's answer."""
+        """Wait for the job's end and returns DescribeTrainingJob's answer."""
         client, deadline = boto3.client("sagemaker"), time.monotonic() + seconds
         while time.monotonic() < deadline:
             job = client.describe_training_job(TrainingJobName=name)
@@ -82,7 +82,7 @@ class Jobs:
         return self.wait(self.create(*args, **settings))
 
     def wait_for_log(self, name: str, text: str, seconds: float = 60) -> None:
-        """Waits until some host of the job has printed `text`."""
+        """Wait until some host of the job has printed `text`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if any(text in line for line in self.log(name)):

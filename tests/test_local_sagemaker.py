@@ -1,7 +1,9 @@
 """The local SageMaker, through the real SDK and boto3: what it runs, refuses and leaves behind."""
 
+import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -289,6 +291,75 @@ def test_a_channel_without_objects_fails_the_job(jobs: Jobs):
     assert 'No S3 objects found under S3 URL "s3://empty-bucket/nothing"' in job["FailureReason"]
 
 
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"OutputDataConfig": {"S3OutputPath": "s3://no-such-bucket/x"}}, "ClientError: .*404"),
+        (
+            {
+                "InputDataConfig": [
+                    {
+                        "ChannelName": "x",
+                        "DataSource": {
+                            "S3DataSource": {
+                                "S3DataType": "S3Prefix",
+                                "S3Uri": "s3://no-such-bucket/x",
+                            }
+                        },
+                    }
+                ]
+            },
+            "ClientError: Data download failed: .*NoSuchBucket",
+        ),
+        (
+            {
+                "AlgorithmSpecification": {
+                    "TrainingImage": "any",
+                    "TrainingInputMode": "File",
+                    "ContainerEntrypoint": ["/no/such/command"],
+                }
+            },
+            "AlgorithmError: .*exit code: 127",
+        ),
+    ],
+)
+def test_what_only_shows_when_the_job_runs_fails_it(jobs: Jobs, changes: dict, words: str):
+    boto3.client("s3").create_bucket(Bucket="any")
+    name = f"wrong-{abs(hash(words))}"
+    boto3.client("sagemaker").create_training_job(**request(name, **changes))
+    job = jobs.wait(name)
+    assert job["TrainingJobStatus"] == "Failed"
+    assert re.match(words, job["FailureReason"]), job["FailureReason"]
+    assert job["SecondaryStatusTransitions"][-1]["StatusMessage"] == job["FailureReason"]
+
+
+def test_a_minimal_request_and_metrics_that_are_no_numbers(jobs: Jobs):
+    boto3.client("s3").create_bucket(Bucket="any")
+    specification = {
+        "TrainingImage": "any",
+        "TrainingInputMode": "File",
+        "ContainerEntrypoint": ["echo", "score=nan score=0.5. score=1"],
+        "MetricDefinitions": [{"Name": "score", "Regex": r"score=(\S+)"}],
+    }
+    boto3.client("sagemaker").create_training_job(
+        **request("minimal", AlgorithmSpecification=specification, StoppingCondition={})
+    )
+    job = jobs.wait("minimal")
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    assert job["FinalMetricDataList"] == []
+
+
+def test_a_host_that_never_stops_printing_can_be_stopped(jobs: Jobs):
+    script = (
+        "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+        "while True: os.write(1, b'x' * 50_000 + b'\\n')"
+    )
+    name = jobs.create({"train.py": script}, "exec python train.py", max_runtime_seconds=2)
+    started = time.monotonic()
+    assert jobs.wait(name, seconds=30)["SecondaryStatus"] == "MaxRuntimeExceeded"
+    assert time.monotonic() - started < 15
+
+
 def test_two_jobs_at_once_do_not_meet(jobs: Jobs):
     """Both bind the same names and ports, as their launchers tell them to."""
     script = """
@@ -341,10 +412,13 @@ def test_checkpoints_go_to_s3_and_come_back(jobs: Jobs):
 def test_requirements_are_verified_and_never_installed(jobs: Jobs):
     files = {"train.py": "", "requirements.txt": "numpy>=1.20\n"}
     assert jobs.run(files, "exec python train.py")["TrainingJobStatus"] == "Completed"
-    files["requirements.txt"] = "six==0.0.1\n"
+    installed = importlib.metadata.version("six")
+    other = "1.15.0" if installed != "1.15.0" else "1.16.0"  # both exist
+    files["requirements.txt"] = f"six=={other}\n"
     name = jobs.create(files, "exec python train.py")
     assert jobs.wait(name)["TrainingJobStatus"] == "Failed"
-    assert any("six==0.0.1" in line and "ERROR" in line for line in jobs.log(name))
+    assert any(f"No matching distribution found for six=={other}" in x for x in jobs.log(name))
+    assert importlib.metadata.version("six") == installed
 
 
 def request(name: str, **changes) -> dict:
@@ -375,6 +449,17 @@ def s3_channel(name: str, *groups: str, **source) -> dict:
     return {"ChannelName": name, "DataSource": {"S3DataSource": source}}
 
 
+def metric(regex: str) -> dict:
+    return {
+        "AlgorithmSpecification": {
+            "TrainingImage": "any",
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": ["/bin/true"],
+            "MetricDefinitions": [{"Name": "m", "Regex": regex}],
+        }
+    }
+
+
 REFUSED = {
     "instance type beside groups": (
         {
@@ -384,7 +469,7 @@ REFUSED = {
                 "VolumeSizeInGB": 1,
             }
         },
-        "InstanceType or InstanceCount",
+        "InstanceType or InstanceCount cannot be specified with InstanceGroups",
     ),
     "neither": ({"ResourceConfig": {"VolumeSizeInGB": 1}}, "or InstanceGroups"),
     "two groups of one name": (
@@ -429,13 +514,15 @@ REFUSED = {
     ),
     "pipe mode": (
         {"InputDataConfig": [{**s3_channel("x"), "InputMode": "Pipe"}]},
-        "no Pipe mode",
+        "its mode is Pipe; the local SageMaker has File only",
     ),
     "manifest": (
         {"InputDataConfig": [s3_channel("x", S3DataType="ManifestFile")]},
-        "S3Prefix only",
+        "S3DataType is ManifestFile; .* has S3Prefix only",
     ),
     "apostrophe": ({"HyperParameters": {"name": "it's"}}, "apostrophe"),
+    "no regular expression": (metric("score=("), r"Metric 'm': the regular expression 'score=\('"),
+    "a regular expression without a group": (metric("score"), "it has no group"),
 }
 
 
@@ -463,7 +550,8 @@ def test_a_second_job_of_the_same_name_is_refused(jobs: Jobs):
 # ---- The process that the user works in: what gets out of it, and what happens when it ends.
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
 sys.path[:0] = [{root!r}, {tests!r}]
 from pathlib import Path
 from shared import local_sagemaker
@@ -474,7 +562,7 @@ jobs = Jobs(session.role, Path(sys.argv[1]))
 
 
 def start_script(body: str, folder: Path, **environment: str) -> subprocess.Popen:
-    """Runs `body` in a process of its own, as a user's notebook kernel would."""
+    """Run `body` in a process of its own, as a user's notebook kernel would."""
     text = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests")) + body
     return subprocess.Popen(
         [sys.executable, "-c", text, str(folder)],
@@ -508,10 +596,48 @@ def test_no_host_outlives_the_kernel(tmp_path: Path, temporary_folder: Path, end
     started = time.monotonic()
     if end.startswith("SIG"):
         os.killpg(process.pid, getattr(signal, end))
-    process.communicate(timeout=30)
+    try:
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
     while processes_naming(f"{temporary_folder}/local-sagemaker-"):
         assert time.monotonic() < started + 5
         time.sleep(0.05)
+
+
+def test_a_forked_child_of_the_kernel_does_not_hold_up_the_end(tmp_path: Path):
+    body = """
+name = jobs.create({"train.py": "import time; print('ready', flush=True); time.sleep(100)"},
+                   "exec python train.py")
+jobs.wait_for_log(name, "ready")
+if os.fork() == 0:
+    time.sleep(20)  # holds a copy of every pipe
+    os._exit(0)
+started = time.monotonic()
+session.stop()
+print("STOPPED IN", time.monotonic() - started, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    process = start_script(body, tmp_path)
+    seconds = next(float(x.split()[2]) for x in process.stdout if x.startswith("STOPPED IN"))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert seconds < 5
+
+
+def test_a_block_within_a_session_leaves_the_session_alone(tmp_path: Path):
+    body = """
+with local_sagemaker.start() as inner:
+    assert inner is session
+import boto3
+print("STILL", boto3.client("s3").list_buckets()["ResponseMetadata"]["HTTPStatusCode"])
+session.stop()
+with local_sagemaker.start(largest_cluster={"ml.m5.large": 1}) as again:
+    print("AGAIN", again is not session, again.scale_vcpus)
+"""
+    process = start_script(body, tmp_path)
+    output = process.communicate(timeout=60)[0]
+    assert "STILL 200" in output and "AGAIN True 2" in output, output
 
 
 def test_a_job_whose_supervisor_is_killed_fails_and_leaves_nothing(jobs: Jobs):

@@ -168,6 +168,8 @@ def test_metric_definitions_match_the_step_line():
         metric["Name"]: re.search(metric["Regex"], STEP_LINES[0])[1]
         for metric in monitoring.METRIC_DEFINITIONS
     }
+    last_line = "training finished: step=150 loss=0.0827"  # of one batch, not of an interval
+    assert not any(re.search(m["Regex"], last_line) for m in monitoring.METRIC_DEFINITIONS)
     assert found == {
         "loss": "2.25",
         "step_time_ms": "12.34",

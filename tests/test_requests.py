@@ -49,7 +49,7 @@ SageMakerResponse.create_training_job = recorded
 
 
 def requests_of(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    """Runs the notebook up to what needs the jobs' results; returns its CreateTrainingJobs."""
+    """Run the notebook up to what needs the jobs' results; returns its CreateTrainingJobs."""
     monkeypatch.setenv("SAGEMAKER_TARGET", target)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL"):
@@ -82,3 +82,10 @@ def test_requests_to_aws(name: str, target: str, monkeypatch: pytest.MonkeyPatch
     if os.environ.get("STORE_REQUESTS"):
         path.write_text(json.dumps(requests, indent=2) + "\n")
     assert requests == json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("notebook", sorted(ROOT.glob("*.sagemaker/*.ipynb")), ids=lambda p: p.stem)
+def test_only_the_first_cell_and_the_table_of_sizes_know_the_target(notebook: Path):
+    cells = [c for c in nbformat.read(notebook, as_version=4).cells if c.cell_type == "code"]
+    lines = [line for cell in cells[1:] for line in cell.source.splitlines() if "TARGET" in line]
+    assert lines in ([], ["SIZE = SIZES[TARGET]"])

@@ -22,7 +22,7 @@ SERVE = "import time\nprint('serving')\ntime.sleep(100)"
 
 
 def run(jobs: Jobs, groups: dict | None = GROUPS, token: str = "secret", **scripts: str) -> dict:
-    """Runs a job of hetero.py and the given scripts, by instance group."""
+    """Run a job of hetero.py and the given scripts, by instance group."""
     files = {"hetero.py": (CODE / "hetero.py").read_text(), "launcher.py": LAUNCHER}
     files.update({f"{name}.py": text for name, text in scripts.items()})
     environment = {"HETERO_TOKEN": token} if token else {}
@@ -36,7 +36,7 @@ def test_training_starts_when_all_are_there_and_its_end_ends_all(jobs: Jobs):
     trained = max(float(line.split()[2]) for line in log if line.startswith("ended at"))
     steps = {s["Status"]: s for s in job["SecondaryStatusTransitions"]}
     assert steps["Training"]["EndTime"].timestamp() - trained < 2  # when the last host had exited
-    assert sum("hetero: all hosts have ended" in line for line in log) == 1
+    assert sum("hetero: all hosts have signed off" in line for line in log) == 1
 
 
 def test_an_exception_in_training_is_the_failure_reason(jobs: Jobs):
@@ -50,6 +50,21 @@ def test_an_exception_in_training_is_the_failure_reason(jobs: Jobs):
         "(dnn_group), dnn_group.py exited with status 1: ValueError: no such thing."
         in (job["FailureReason"])
     )
+
+
+def test_a_long_error_is_cut_and_still_the_reason(jobs: Jobs):
+    job = run(jobs, groups=None, dnn_group="", homogeneousCluster="raise ValueError('\\n' * 9999)")
+    assert "ValueError" in job["FailureReason"], job["FailureReason"]
+    assert len(job["FailureReason"]) <= 1024
+
+
+def test_a_command_that_is_not_there_is_the_reason_on_every_host(jobs: Jobs):
+    files = {
+        "hetero.py": (CODE / "hetero.py").read_text(),
+        "launcher.py": LAUNCHER.replace("sys.executable", "'/no/such/python'"),
+    }
+    job = jobs.run(files, "exec python launcher.py", GROUPS, environment={"HETERO_TOKEN": "secret"})
+    assert "No such file or directory: '/no/such/python'" in job["FailureReason"]
 
 
 def test_a_data_server_that_ends_once_is_restarted(jobs: Jobs):
@@ -89,7 +104,7 @@ def test_a_job_of_several_groups_needs_a_token(jobs: Jobs):
         (
             {"data_group": ("ml.c5.xlarge", 1), "gpu": ("ml.m5.xlarge", 1)},
             {},
-            "No command for instance groups ['gpu'] among ['data_group', 'gpu']",
+            "No command for ['gpu'] among the instance groups ['data_group', 'gpu']",
         ),
         (None, {"data-mode": "service"}, "data-mode 'service' needs a data group"),
         (None, {"data-mode": "fast"}, "argument --data-mode: invalid choice: 'fast'"),

@@ -17,14 +17,22 @@ try:
 except ImportError:  # an image of your own need not have it
     toolkit = None
 
+DISTRIBUTED = (  # what SDK v2 knows to set up, in the hyperparameters' names
+    "mpi",
+    "parameter_server",
+    "distributed_dataparallel",
+    "pytorch_ddp",
+    "pytorch_xla_multi_worker",
+    "multi_worker_mirrored_strategy",
+    "torch_distributed",
+)
 CONFIG = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml")) / "input" / "config"
 
 
 def read_by_hand() -> dict:
     """Everything that the toolkit says about the cluster, under the toolkit's names.
 
-    Source: docs.aws.amazon.com/sagemaker/latest/dg/,
-    your-algorithms-training-algo-running-container.html
+    Source: "How Amazon SageMaker AI Provides Training Information", SageMaker developer guide.
     """
     config = json.loads((CONFIG / "resourceconfig.json").read_text())
     hyperparameters = json.loads((CONFIG / "hyperparameters.json").read_text())
@@ -34,14 +42,11 @@ def read_by_hand() -> dict:
     group = config["current_group_name"]
 
     # SDK v2's `distribution=` leaves these hyperparameters; without it there are none.
-    distributed = [
-        name
-        for name, value in hyperparameters.items()
-        if name.startswith("sagemaker_") and name.endswith("_enabled") and value == "true"
-    ]
+    distributed = any(hyperparameters.get(f"sagemaker_{n}_enabled") == "true" for n in DISTRIBUTED)
     chosen = hyperparameters.get("sagemaker_distribution_instance_groups")
     distribution_groups = json.loads(chosen) if chosen else [group] if distributed else []
-    distribution_hosts = [h for name in distribution_groups for h in groups[name]["hosts"]]
+    members = [g["hosts"] for name, g in groups.items() if name in distribution_groups]
+    distribution_hosts = [host for hosts in members for host in hosts]
     master = distribution_hosts[0] if distribution_hosts else hosts[0]
 
     return {
@@ -61,7 +66,7 @@ def read_by_hand() -> dict:
         "topology": config.get("topology", []),
         "num_cpus": multiprocessing.cpu_count(),
         "num_gpus": count_gpus(),
-        "num_neurons": count_neurons(),
+        "num_neurons": count_neurons(config["current_instance_type"]),
     }
 
 
@@ -70,19 +75,23 @@ def count_gpus() -> int:
     if not shutil.which("nvidia-smi"):
         return 0
     listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    lines = listing.stdout.splitlines() if listing.returncode == 0 else []
+    return sum(line.startswith("GPU ") for line in lines)
 
 
-def count_neurons() -> int:
+def count_neurons(instance_type: str) -> int:
     """Neuron cores of AWS Trainium devices that neuron-ls lists; 0 without it."""
+    if "trn2.48xlarge" in instance_type:
+        return 64
     if not shutil.which("neuron-ls"):
         return 0
-    listing = subprocess.run(["neuron-ls", "-j"], capture_output=True, text=True, check=True)
-    return sum(device.get("nc_count", 0) for device in json.loads(listing.stdout))
+    listing = subprocess.run(["neuron-ls", "-j"], capture_output=True, text=True)
+    devices = json.loads(listing.stdout) if listing.returncode == 0 else []
+    return sum(device.get("nc_count", 0) for device in devices)
 
 
 def main() -> None:
-    """Prints this host's facts, and fails when the two ways differ."""
+    """Print this host's facts, and fails when the two ways differ."""
     by_hand = read_by_hand()
     host, group = by_hand["current_host"], by_hand["current_instance_group"]
     print(f"Hello! host={host} group={group} instance_type={by_hand['current_instance_type']}")
@@ -101,9 +110,9 @@ def main() -> None:
         if name == "instance_groups_dict":
             for member in value.values():
                 count, kind = len(member["hosts"]), member["instance_type"]
-                print(f"  group {member['instance_group_name']}: {count} x {kind}")
+                print(f"group {member['instance_group_name']}: {count} x {kind}")
         elif name not in ("num_cpus", "topology"):
-            print(f"  {name}: {value}")
+            print(f"{name}: {value}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Which samples are in which batch, and with which random numbers: the same on every machine.
 
-Batch i of a rank in an epoch is a pure function of a `BatchPlan`, the epoch and i.  The samples
+Batch i of a rank in an epoch is a pure function of a `BatchPlan`, the epoch and i. The samples
 and their order are those of `torch.utils.data.DistributedSampler` and `DataLoader`; the random
 generators of Python, NumPy and torch are seeded anew for each batch, from (seed, epoch, rank, i).
 So any process can prepare any batch, and a run can resume at any step.  (Two models of CPU may
@@ -17,7 +17,6 @@ are used alike:
 """
 
 import contextlib
-import functools
 import random
 from abc import ABC, abstractmethod
 from array import array
@@ -79,16 +78,6 @@ class BatchPlan:
         sampler.set_epoch(epoch)
         return sampler
 
-    def indices(self, epoch: int, number: int) -> list[int]:
-        """Return which samples are in batch `number` of `epoch`, in order."""
-        first = number * self.batch_size
-        return _epoch_order(self, epoch)[first : first + self.batch_size].tolist()
-
-
-@functools.lru_cache(maxsize=16)  # one epoch for each rank that a data host serves
-def _epoch_order(plan: BatchPlan, epoch: int) -> array:
-    return array("q", plan.sampler(epoch))  # 8 bytes per sample, where a list would take 40
-
 
 class BatchKey(NamedTuple):
     """All that it takes to prepare one batch."""
@@ -108,9 +97,11 @@ class BatchKeys:
 
     def choose(self, plan: BatchPlan, epoch: int, numbers: range) -> None:
         """Set what the next iteration goes over."""
+        order = array("q", plan.sampler(epoch))  # 8 bytes per sample, where a list would take 40
+        size = plan.batch_size
         self._keys = (
-            BatchKey(plan.seed, epoch, plan.rank, number, plan.indices(epoch, number))
-            for number in numbers
+            BatchKey(plan.seed, epoch, plan.rank, i, order[i * size : (i + 1) * size].tolist())
+            for i in numbers
         )
 
     def __iter__(self) -> Iterator[BatchKey]:
@@ -121,7 +112,7 @@ class SeededBatches(Dataset):
     """A user's Dataset as a Dataset of whole batches, looked up by BatchKey.
 
     Samples are fetched as DataLoader does (`__getitems__` where there is one) and joined by
-    `collate_fn`, all under the batch's own seed.  Raises TypeError unless `dataset` is map-style.
+    `collate_fn`, all under the batch's own seed. Raises TypeError unless `dataset` is map-style.
     """
 
     def __init__(self, dataset: Dataset, collate_fn: Callable[[list], Any] | None = None):

@@ -154,7 +154,7 @@ class SyntheticLoader:
 def milliseconds_per_sample(dataset: Dataset, samples: int = 128) -> float:
     """Measure the CPU time of one sample of `dataset`, collated into a batch, on one core.
 
-    CPU time, so that neighbours on the core don't count.  The process's random numbers and thread
+    CPU time, so that neighbours on the core don't count. The process's random numbers and thread
     count are left as they were.
     """
     threads = torch.get_num_threads()

@@ -203,7 +203,9 @@ def _explain(error: grpc.RpcError, host: str) -> Exception:
     """Return a failed call as an exception that names the host and what to do."""
     code, details = error.code(), error.details()
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return PermissionError(f"data host {host} refused this job's token: {details}")
+        return PermissionError(
+            f"data host {host} refused this job's token ({details}): give both sides the same one"
+        )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ConnectionError(
             f"data host {host} did not answer in time ({details}): is it running there?"

@@ -3,10 +3,10 @@
     if __name__ == "__main__":
         serve(dataset, "algo-1:7710", token)
 
-Each stream of batches comes from an ordinary `DataLoader` with worker processes.  These are started
+Each stream of batches comes from an ordinary `DataLoader` with worker processes. These are started
 by a fork server, never forked from this process: a fork of a running gRPC server can deadlock, and
-would hold its port and connections open after its death.  Hence, as with the start method "spawn",
-the Dataset and collate_fn must be picklable and the program's main code guarded as above.  Tensors
+would hold its port and connections open after its death. Hence, as with the start method "spawn",
+the Dataset and collate_fn must be picklable and the program's main code guarded as above. Tensors
 in the Dataset are shared with the workers; anything else is copied to each of them.
 """
 
@@ -53,7 +53,7 @@ def serve(
     """Serve `dataset` at `address` ("host:port") until SIGTERM; to be called in the main thread.
 
     The `num_workers` worker processes (default: one per core that this process may use) are shared
-    out equally among the ranks.  Raises as FeedServer does.
+    out equally among the ranks. Raises as FeedServer does.
     """
     stop_asked = threading.Event()
     previous = signal.signal(signal.SIGTERM, lambda *_: stop_asked.set())

@@ -21,6 +21,7 @@ up JOIN_SECONDS apart. Connections prove that they know the job's token (HMAC-SH
 nonces), which the notebook puts into the job's environment as HETERO_TOKEN.
 """
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -42,8 +43,9 @@ BASE_PORT = 7710  # the leader listens here; launcher.py hands out the ports abo
 JOIN_SECONDS = 600  # hosts load the image and their data, and not equally fast
 BEAT_SECONDS, LOST_SECONDS = 2, 20
 STOP_SECONDS = 5  # from SIGTERM to SIGKILL for what is left when the job ends
-SIGTERM_SECONDS = 110  # SageMaker kills 120 s after SIGTERM
-HANDSHAKE_SECONDS, MOST_STRANGERS, LONGEST_LINE = 5, 64, 4096
+SIGTERM_SECONDS = 100  # SageMaker kills 120 s after SIGTERM
+HANDSHAKE_SECONDS, MOST_STRANGERS = 5, 64
+LONGEST_LINE, LONGEST_ERROR = 8192, 500  # a character can take 6 bytes in JSON
 RESTARTS = 3  # of a data server, after pauses of 1, 2 and 4 s
 
 
@@ -77,7 +79,7 @@ class Cluster:
 
 
 def read_cluster(base_dir: Path = BASE_DIR) -> Cluster:
-    """Reads resourceconfig.json; a homogeneous job has one group, named homogeneousCluster."""
+    """Read resourceconfig.json; a homogeneous job has one group, named homogeneousCluster."""
     config = json.loads((base_dir / "input" / "config" / "resourceconfig.json").read_text())
     # The only trace of runs on one machine: loopback addresses and a range of ports for the job.
     local = json.loads(os.environ.get("LOCAL_SAGEMAKER", "{}"))
@@ -106,14 +108,14 @@ def arguments() -> list[str]:
 
 
 def write_failure(sentence: str) -> None:
-    """Prints the sentence and leaves it where SageMaker looks for it; it shows 1,024 characters."""
+    """Print the sentence and leaves it where SageMaker looks for it; it shows 1,024 characters."""
     print(f"hetero: {sentence}", flush=True)
     (BASE_DIR / "output").mkdir(parents=True, exist_ok=True)
     (BASE_DIR / "output" / "failure").write_text(sentence[:1024])
 
 
 def fail(sentence: str) -> None:
-    """Ends this host, and with it the job, with `sentence` as the FailureReason."""
+    """End this host, and with it the job, with `sentence` as the FailureReason."""
     write_failure(sentence)
     sys.exit(1)
 
@@ -126,11 +128,12 @@ class Child:
 
     def __init__(self, command: list[str], environment: dict[str, str]):
         self.command, self.environment = command, {**os.environ, **environment}
-        self.error, self.restarts, self.restart_at = "", 0, 0.0
+        self.restarts, self.restart_at = 0, 0.0
         self.reported = self.told_to_stop = False
         self.start()
 
     def start(self) -> None:
+        self.error = ""
         self.process = subprocess.Popen(
             self.command,
             env=self.environment,
@@ -150,7 +153,7 @@ class Child:
             text = re.sub(r"^\[rank\d+\]:\s*", "", line.decode("utf-8", "replace")).strip()
             error = re.match(r"([\w.]*(Error|Exception)\b|\S+\.py: error: )", text)
             if error and "ChildFailedError" not in text:
-                self.error = text
+                self.error = text[:LONGEST_ERROR]
 
     def describe_exit(self) -> str:
         """How the process ended, with the last error that it printed."""
@@ -161,12 +164,13 @@ class Child:
         return f"{script} {how}" + (f": {self.error}" if self.error else "")
 
     def restart(self) -> bool:
-        """Starts a service that has ended again, after a pause; False: it has ended too often."""
+        """Start a service that has ended again, after a pause; False: it has ended too often."""
         if self.restarts == RESTARTS:
             return False
         now, pause = time.monotonic(), 2**self.restarts
         if not self.restart_at:
             self.restart_at = now + pause
+            self.kill(signal.SIGKILL)  # what it has started, which may still hold its port
             print(f"hetero: {self.describe_exit()}; restart in {pause} s", flush=True)
         elif now >= self.restart_at:
             self.restarts, self.restart_at = self.restarts + 1, 0.0
@@ -174,7 +178,7 @@ class Child:
         return True
 
     def kill(self, number: int) -> None:
-        """Sends a signal to the process and those that it started in its session's group."""
+        """Send a signal to the process and those that it started in its session's group."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
@@ -214,21 +218,22 @@ class Link:
         while b"\n" not in self.received:
             if not select.select([self.socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise TimeoutError(f"no message for {seconds:.0f} s")
-            data = self.socket.recv(LONGEST_LINE)
+            data = self.socket.recv(4096)
             if not data:
                 raise ConnectionError("connection closed")
             self.received += data
-            if len(self.received) > 2 * LONGEST_LINE:
+            if len(self.received) > LONGEST_LINE:
                 raise ConnectionError("a line that is too long")
         line, self.received = self.received.split(b"\n", 1)
         try:
             return dict(json.loads(line))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise ConnectionError("a line that is not a JSON object") from None
 
 
 def sign(token: str, *words: str) -> str:
-    return hmac.new(token.encode(), "|".join(words).encode(), hashlib.sha256).hexdigest()
+    text = json.dumps(words)  # ASCII, whatever a stranger sends, and without ambiguity
+    return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 class Leader:
@@ -273,7 +278,7 @@ class Leader:
             hello = link.receive(HANDSHAKE_SECONDS)
             host, theirs = str(hello.get("host")), str(hello.get("nonce"))
             expected = sign(self.token, "join", host, nonce, theirs)
-            if not hmac.compare_digest(expected.encode(), str(hello.get("mac")).encode()):
+            if not hmac.compare_digest(expected, ascii(hello.get("mac")).strip("'")):
                 raise ConnectionError("wrong token")
             link.send(mac=sign(self.token, "welcome", host, nonce, theirs))
         except OSError as error:
@@ -304,22 +309,24 @@ class Leader:
             elif "finished" in message:
                 self.finished.add(host)
                 if self.finished >= self.training_hosts:
-                    self._decide(completed=True, reason="Training has ended on every host.")
+                    self.decide(completed=True, reason="Training has ended on every host.")
 
     def _lose(self, host: str, reason: str) -> None:
         """The job fails with a training host, or with the last of the others."""
         self.lost.add(host)
         if host in self.training_hosts:
-            self._decide(completed=False, reason=reason)
+            self.decide(completed=False, reason=reason)
         elif self.hosts - self.training_hosts <= self.lost:
-            self._decide(completed=False, reason=f"{reason} No data host is left.")
+            self.decide(completed=False, reason=f"{reason} No data host is left.")
         elif not self.outcome:
             print(f"hetero: {reason} The job goes on with the other data hosts.", flush=True)
 
-    def _decide(self, completed: bool, reason: str) -> None:
-        if not self.outcome:
-            self.outcome = {"completed": completed, "reason": reason}
-            self._broadcast(**self.outcome)
+    def decide(self, completed: bool, reason: str) -> None:
+        """Settle how the job ends, unless that is settled already, and tells all hosts."""
+        with self.lock:
+            if not self.outcome:
+                self.outcome = {"completed": completed, "reason": reason[:1000]}
+                self._broadcast(**self.outcome)
 
     def _broadcast(self, **message) -> None:
         for link in list(self.links.values()):
@@ -339,18 +346,22 @@ class Leader:
                     self._lose(host, f"{where} did not come up within {JOIN_SECONDS} s.")
                 self._broadcast(start=True)
 
-    def wait_for_goodbyes(self) -> None:
-        """Waits until the other hosts have stopped their processes and closed their connections."""
+    def wait_for_goodbyes(self) -> list[str]:
+        """Wait until the other hosts have stopped their processes and closed their connections.
+
+        Returns the hosts that have not, after a little longer than that should take.
+        """
         deadline = time.monotonic() + STOP_SECONDS + 2
-        while self.links.keys() - {self.cluster.host} and time.monotonic() < deadline:
+        while (left := self.links.keys() - {self.cluster.host}) and time.monotonic() < deadline:
             time.sleep(0.01)
+        return sorted(left)
 
 
 def connect(cluster: Cluster, leader: str, token: str) -> Link | None:
-    """Connects to the leader's launcher; None when it is not there yet or turns us away."""
+    """Connect to the leader's launcher; None when it is not there yet or turns us away."""
     nonce = secrets.token_hex(16)
+    address = (cluster.address(leader), cluster.base_port)
     try:
-        address = (cluster.address(leader), cluster.base_port)
         link = Link(socket.create_connection(address, HANDSHAKE_SECONDS))
     except OSError:
         return None
@@ -358,14 +369,13 @@ def connect(cluster: Cluster, leader: str, token: str) -> Link | None:
         theirs = str(link.receive(HANDSHAKE_SECONDS).get("nonce"))
         join = sign(token, "join", cluster.host, theirs, nonce)
         link.send(host=cluster.host, nonce=nonce, mac=join)
-        answer = str(link.receive(HANDSHAKE_SECONDS).get("mac"))
-        expected = sign(token, "welcome", cluster.host, theirs, nonce)
-        if hmac.compare_digest(expected.encode(), answer.encode()):
-            return link
-    except OSError as error:
-        print(f"hetero: {cluster.where(leader)} did not let this host in: {error}", flush=True)
-    link.socket.close()
-    return None
+        answer = link.receive(HANDSHAKE_SECONDS).get("mac")
+        known = answer == sign(token, "welcome", cluster.host, theirs, nonce)
+    except OSError:
+        known = False
+    if not known:
+        link.socket.close()
+    return link if known else None
 
 
 def run(
@@ -375,7 +385,7 @@ def run(
     service: list[str] | None = None,
     environment: dict[str, str] | None = None,
 ) -> int:
-    """Runs this host's part of the job; returns the launcher's exit status, 0 or 1.
+    """Run this host's part of the job; returns the launcher's exit status, 0 or 1.
 
     training: command for a host of `training_group`. It starts when all hosts are there, and its
         end is the job's. service: command that serves the training until then, and is restarted
@@ -385,7 +395,7 @@ def run(
     who = f"host={cluster.host} group={cluster.group} instance_type={cluster.instance_type}"
     print(who, flush=True)
     token = os.environ.get("HETERO_TOKEN", "")
-    if not token and len(cluster.groups) > 1:
+    if not token and sum(map(len, cluster.groups.values())) > 1:
         fail("The job has no token: put HETERO_TOKEN, a random text, into the job's environment.")
     sigterm_at: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: sigterm_at.append(time.monotonic()))
@@ -407,17 +417,20 @@ def run(
                 link, heard_at = connect(cluster, leader, token), time.monotonic()
                 if link is None and now - started > JOIN_SECONDS:
                     failed = f"{here} could not reach the leader, {cluster.where(leader)}."
-            if link and now >= next_beat:
-                link.send(beat=True)
+            if now >= next_beat:
+                next_beat = now + BEAT_SECONDS
                 if lead:
                     lead.beat()
-                next_beat = now + BEAT_SECONDS
+                if link:
+                    link.send(beat=True)
 
             # 2. What the leader says. This wait paces the loop.
             message = {}
             try:
-                message = link.receive(0.05) if link else time.sleep(0.2) or {}
-                heard_at = time.monotonic()
+                if link is None:
+                    time.sleep(0.2)
+                else:
+                    message, heard_at = link.receive(0.05), now
             except TimeoutError:
                 if now - heard_at > LOST_SECONDS:
                     raise ConnectionError(f"no word for {LOST_SECONDS} s") from None
@@ -436,7 +449,7 @@ def run(
             if server and link and not server.reported and server.process.poll() is not None:
                 server.reported = not server.restart()
                 if server.reported:
-                    link.send(failed=f"{server.describe_exit()}, for the {RESTARTS + 1}th time")
+                    link.send(failed=f"{server.describe_exit()}, {RESTARTS + 1} times")
 
             # 4. SIGTERM: the job is being stopped, or its spot instances interrupted. The training
             #    hears of it and may write a checkpoint; data servers stay, so that it can.
@@ -450,17 +463,23 @@ def run(
     except (ConnectionError, TimeoutError) as error:
         failed = f"{here} lost the leader, {cluster.where(leader)}: {error}."
     except OSError as error:  # a port that is taken, a command that is not there
-        failed = f"The launcher on {here} failed: {error}."
+        failed = f"On {here}, the launcher failed: {error}."
+        with contextlib.suppress(OSError):
+            if link:
+                link.send(failed=f"the launcher failed: {error}")
     finally:
+        if failed and lead:
+            lead.decide(completed=False, reason=failed)  # so that all hosts say the same
         stop_all([child for child in (trainer, server) if child])
         if link:
             link.socket.close()
 
     if lead:
-        lead.wait_for_goodbyes()
-    if lead and ended:
-        seconds = time.monotonic() - ended
-        print(f"hetero: all hosts have ended {seconds:.2f} s after training", flush=True)
+        silent = lead.wait_for_goodbyes()
+        who = f"all hosts but {', '.join(silent)}" if silent else "all hosts"
+        if ended:
+            seconds = time.monotonic() - ended
+            print(f"hetero: {who} have signed off {seconds:.2f} s after training", flush=True)
     if not outcome.get("completed"):
         write_failure(failed or outcome["reason"])
         return 1

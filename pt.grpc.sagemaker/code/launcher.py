@@ -1,7 +1,8 @@
 """The job's entry point on every host: says what each instance group runs.
 
-    SourceCode(source_dir="code", requirements="requirements.txt", command="exec python
-    launcher.py")
+    SourceCode(
+        source_dir="code", requirements="requirements.txt", command="exec python launcher.py"
+    )
 
 `exec` makes this process PID 1 of the container, the one that SageMaker sends SIGTERM to. The job's
 hyperparameters are the arguments below. Hosts of data_group run train_data.py, those of dnn_group
@@ -22,7 +23,7 @@ def parse_arguments() -> argparse.Namespace:
     """The job's hyperparameters."""
     parser, gpus = argparse.ArgumentParser(), int(os.environ.get("SM_NUM_GPUS", "0"))
     parser.error = hetero.fail  # a wrong hyperparameter is the job's FailureReason
-    parser.add_argument("--data-mode", choices=["local", "service", "synthetic"], default="service")
+    parser.add_argument("--data-mode", choices=["local", "service", "synthetic"])
     parser.add_argument(
         "--data-group", default="data_group", help="instance group that preprocesses"
     )
@@ -33,10 +34,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model", default="mnist", help="mnist: the official example's; small: for CPUs"
     )
-    parser.add_argument(
-        "--augment", type=int, default=4, help="strength of the augmentation, 0 for none"
-    )
-    parser.add_argument("--batch-size", type=int, default=256, help="samples per rank and step")
+    parser.add_argument("--augment", type=int, default=0, help="how fine, and dear; 0: none")
+    parser.add_argument("--batch-size", type=int, default=128, help="samples per rank and step")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--max-steps", type=int, default=0, help="0: no limit")
     parser.add_argument("--lr", type=float, default=0.001)
@@ -52,21 +51,20 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Starts this host's part of the job and waits for the job's end."""
+    """Start this host's part of the job and waits for the job's end."""
     args, cluster = parse_arguments(), hetero.read_cluster()
     homogeneous = list(cluster.groups) == [HOMOGENEOUS]
     dnn_group = HOMOGENEOUS if homogeneous else args.dnn_group
     data_hosts = cluster.groups.get(args.data_group, [])
+    data_mode = args.data_mode or ("service" if data_hosts else "local")
     if unknown := set(cluster.groups) - {dnn_group, args.data_group}:
         hetero.fail(
-            f"No command for instance groups {sorted(unknown)} among {sorted(cluster.groups)}: "
-            "set the "
-            "hyperparameters data-group and dnn-group to the names, or add a command to "
-            "launcher.py."
+            f"No command for {sorted(unknown)} among the instance groups {sorted(cluster.groups)}: "
+            "name them with the hyperparameters data-group and dnn-group, or extend launcher.py."
         )
     if dnn_group not in cluster.groups:
         hetero.fail(f"No instance group is named {dnn_group!r}: set the hyperparameter dnn-group.")
-    if args.data_mode == "service" and not data_hosts:
+    if data_mode == "service" and not data_hosts:
         hetero.fail("data-mode 'service' needs a data group: use 'local' in a job without one.")
 
     channels, feed_port = hetero.BASE_DIR / "input" / "data", cluster.base_port + FEED_PORT
@@ -88,11 +86,11 @@ def main() -> int:
     torchrun += ["--master-addr", cluster.address(dnn_hosts[0])]
     torchrun += ["--master-port", str(cluster.base_port + MASTER_PORT)]
 
-    train_dnn = ["train_dnn.py", "--data-mode", args.data_mode, "--model", args.model]
-    if args.data_mode == "service":
+    train_dnn = ["train_dnn.py", "--data-mode", data_mode, "--model", args.model]
+    if data_mode == "service":
         feeds = [f"{cluster.address(host)}:{feed_port}" for host in data_hosts]
         train_dnn += ["--data-hosts", ",".join(feeds)]
-    if args.data_mode == "local":
+    if data_mode == "local":
         train_dnn += ["--train-dir", str(channels / "training"), "--workers", str(args.workers)]
     if (channels / "test").exists():
         train_dnn += ["--test-dir", str(channels / "test")]

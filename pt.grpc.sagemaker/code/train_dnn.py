@@ -2,7 +2,7 @@
 
 `--data-mode` says where samples come from: `local` prepares them on this host's own cores,
 `service` asks the data hosts for them, `synthetic` repeats one batch, which shows how fast training
-could be.  The first two give the same batches, so they train the same model, bit for bit.
+could be. The first two give the same batches, so they train the same model, bit for bit.
 
 Run it as it is, or on several GPUs with `torchrun --nproc-per-node=N train_dnn.py ...`.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # Data workers share the cores with training threads, so these must sleep while they wait for each
-# other: by default they spin, which can slow steps tenfold.  Read when torch is imported.
+# other: by default they spin, which makes steps several times slower. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -41,14 +41,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--train-dir", help="folder of the training files (local)")
     add("--test-dir", help="folder of the test files; evaluates at the end if given")
     add("--model", default="mnist", help="mnist or small")
-    add("--augment", type=int, default=0, help="strength of augmentation (local); 0: none")
+    add("--augment", type=int, default=0, help="how fine, and dear (local); 0: none")
     add("--batch-size", type=int, default=128, help="samples per step of each rank")
     add("--epochs", type=int, default=1)
     add("--max-steps", type=int, default=0, help="stop after this many steps; 0: no limit")
     add("--lr", type=float, default=1e-3, help="learning rate of Adam")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=0, help="data processes (local); 0: by cores")
-    add("--log-every", type=int, default=20, metavar="STEPS")
+    add("--log-every", type=int, default=10, metavar="STEPS")
     add("--model-dir", type=Path, default=Path("model"), help="where model.pt is written")
     add("--checkpoint-dir", type=Path, help="where checkpoint.pt is written, and looked for")
     add("--checkpoint-every", type=int, default=100, metavar="STEPS")

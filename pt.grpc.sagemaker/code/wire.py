@@ -1,7 +1,7 @@
 """How a batch travels: a description of its structure, then the bytes of its tensors and arrays.
 
 `encode` and `to_frames` are the data host's side, `decode` and `fill` the training process's; the
-messages are in dataset_feed.proto.  Nothing is pickled, so no message can run code at its receiver.
+messages are in dataset_feed.proto. Nothing is pickled, so no message can run code at its receiver.
 
 The messages' Python classes are made by grpcio-tools, in memory, when this module is imported: so
 they fit the protobuf that is installed, which differs between containers, and nothing is fetched.
@@ -26,7 +26,7 @@ def encode(value: Any, path: str = "batch") -> tuple[Any, list[torch.Tensor]]:
     """Return the `messages.Value` that describes `value`, and the bytes of its tensors and arrays.
 
     The bytes are 1-dimensional uint8 tensors, which share memory with `value` where they can.
-    Raises TypeError, naming the `path` of the first part whose type is not supported.  Types are
+    Raises TypeError, naming the `path` of the first part whose type is not supported. Types are
     taken exactly: a subclass, such as a namedtuple, would arrive as something else.
     """
     kind = type(value)
@@ -123,7 +123,7 @@ def fill(memory: Iterable[np.ndarray], frame: np.ndarray, frames: Iterator[bytes
     """Copy the bytes of `frame`, then those of `frames`, into `memory`, part after part.
 
     Takes no more frames than it needs, and returns what is left of the last one; raises
-    StopIteration when there are too few.  NumPy copies without holding Python's global lock, so
+    StopIteration when there are too few. NumPy copies without holding Python's global lock, so
     that several streams can copy at the same time.
     """
     for target in memory:

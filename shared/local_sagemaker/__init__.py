@@ -10,15 +10,16 @@
         ...                                  # or only for a block
 
 Made for the notebooks beside it and useful without them: to try, test and teach any training job
-that the SDK starts with a `source_code`.  What is AWS's is moto's (S3, IAM, STS, CloudWatch, Logs,
+that the SDK starts with a `source_code`. What is AWS's is moto's (S3, IAM, STS, CloudWatch, Logs,
 SageMaker's API); training jobs, which moto only pretends to run, really run: each host is a process
 with its own /opt/ml tree, loopback address and cores, and the job's own entry point runs in it.
 `/opt/ml` is replaced in the entry point and in the SDK's driver scripts; your own code finds its
 folders as it should on AWS too, from the variables SM_MODEL_DIR, SM_CHANNEL_... or from
 SAGEMAKER_BASE_DIR (default /opt/ml).
 
-Not here: containers (your Python environment takes the image's place; `pip install` in a job only
-verifies), other than S3 channels in File mode, warm pools, spot interruptions, GPUs.  Linux only.
+Not here: containers (your Python environment takes the image's place, and `pip install` in a job
+only verifies), channels other than S3 prefixes in File mode, warm pools, spot interruptions, GPUs,
+and AWS from inside a job: its code has neither credentials nor the mock. Linux only.
 
 Nothing reaches AWS or costs money: credentials, profiles and endpoints of the environment are set
 aside, and a request that the mock does not answer is an error.

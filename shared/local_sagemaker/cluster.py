@@ -69,7 +69,7 @@ def lock_job_number() -> tuple[int, socket.socket]:
     """A number that no other local job of this machine has, and the socket that holds it until
     closed.
 
-    The job's addresses and ports follow from it.  A name in Linux's abstract socket namespace
+    The job's addresses and ports follow from it. A name in Linux's abstract socket namespace
     serves as the lock: it leaves no file, and the end of the process frees it.
     """
     for number in range(JOBS_AT_ONCE):
@@ -102,10 +102,10 @@ def _ports_are_free(number: int) -> bool:
 
 
 def plan_hosts(groups: list[dict], scale_vcpus: int, number: int, folder: Path) -> list[Host]:
-    """Names the hosts and shares out this machine's cores by the instance types' vCPU ratio.
+    """Name the hosts and shares out this machine's cores by the instance types' vCPU ratio.
 
     `scale_vcpus` is what the whole machine stands for: an instance gets cores x vcpus /
-    scale_vcpus, at least one.  Hosts share cores only when there are fewer cores than hosts.  Which
+    scale_vcpus, at least one. Hosts share cores only when there are fewer cores than hosts. Which
     host is in which group is random, as on AWS.
     """
     available = sorted(os.sched_getaffinity(0))
@@ -145,7 +145,7 @@ def describe_plan(job_name: str, hosts: list[Host]) -> str:
 
 
 def write_configuration(host: Host, hosts: list[Host], request: dict) -> None:
-    """Writes the host's /opt/ml/input/config and folders exactly as SageMaker does.
+    """Write the host's /opt/ml/input/config and folders exactly as SageMaker does.
 
     Source:
     docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
@@ -214,6 +214,7 @@ def host_environment(
         **(request.get("Environment") or {}),
         # pip in a job may verify its requirements, not change the user's environment.
         "PIP_NO_INDEX": "1",
+        "PIP_DRY_RUN": "1",  # a path or an address in requirements.txt needs no index
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_ROOT_USER_ACTION": "ignore",

@@ -1,8 +1,8 @@
 """Keeps this process's AWS settings out of the way while AWS is this machine."""
 
+import contextlib
 import os
-from contextlib import AbstractContextManager
-from unittest import mock
+from collections.abc import Iterator
 
 REGION = "us-east-1"
 # Settings that would lead the SDK or boto3 out of this machine, or bring in someone's defaults.
@@ -19,12 +19,22 @@ SET_ASIDE = {
 }
 
 
-def set_aside() -> AbstractContextManager:
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
     """While it is open, the environment leads boto3 and the SDK nowhere but to the mock."""
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in SET_ASIDE and not key.startswith("AWS_ENDPOINT_URL_")
-    }
-    ours = {key: value for key, value in SET_ASIDE.items() if value is not None}
-    return mock.patch.dict(os.environ, {**kept, **ours}, clear=True)
+    endpoints = {name: None for name in os.environ if name.startswith("AWS_ENDPOINT_URL_")}
+    ours = {**SET_ASIDE, **endpoints}
+    before = {name: os.environ.get(name) for name in ours}
+    _set(ours)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,9 +1,8 @@
-"""The life of one training job: download, train, upload, as DescribeTrainingJob and CloudWatch tell
-it.
-"""
+"""The life of one training job, as DescribeTrainingJob and CloudWatch tell it."""
 
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -20,11 +19,15 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 import boto3
+from botocore.exceptions import ClientError
 
 from . import cluster, supervisor
 
 LOG_GROUP = METRIC_NAMESPACE = "/aws/sagemaker/TrainingJobs"  # AWS uses one name for both
 SYNC_CHECKPOINTS_SECONDS = 2.0
+LONGEST_REASON = 1024
+MOST_READ = 4 << 20  # bytes of events at a time: a host may print faster than we pass on
+DEFAULT_MAX_RUNTIME_SECONDS = 86_400  # API reference of StoppingCondition
 STATUS_MESSAGES = {
     "Starting": "Preparing the instances for training",
     "Downloading": "Downloading input data",
@@ -32,10 +35,13 @@ STATUS_MESSAGES = {
     "Uploading": "Uploading generated training model",
     "Stopping": "Stopping the training job",
     "Completed": "Training job completed",
-    "Failed": "Training job failed",
     "Stopped": "Training job stopped",
     "MaxRuntimeExceeded": "Training job runtime exceeded MaxRuntimeInSeconds provided",
 }
+
+
+class JobFailed(Exception):
+    """Ends the job; the message is its FailureReason."""
 
 
 class Job(threading.Thread):
@@ -45,25 +51,9 @@ class Job(threading.Thread):
     """
 
     def __init__(self, record, request: dict, region: str, scale_vcpus: int):
-        super().__init__(name=f"local-sagemaker-{request['TrainingJobName']}", daemon=True)
-        self.name_, self.record, self.request, self.region = (
-            request["TrainingJobName"],
-            record,
-            request,
-            region,
-        )
-        groups = cluster.instance_groups(request["ResourceConfig"])
-        self.number, self.lock = cluster.lock_job_number()
-        self.folder = Path(tempfile.mkdtemp(prefix="local-sagemaker-"))
-        self.hosts = cluster.plan_hosts(groups, scale_vcpus, self.number, self.folder)
-        self.supervisor: subprocess.Popen | None = None
-        self.stop_asked = threading.Event()
-        # Made in the thread that creates the job: boto3's default session is not thread-safe.
-        self.s3 = boto3.client("s3", region_name=region)
-        self.logs = boto3.client("logs", region_name=region)
-        self.cloudwatch = boto3.client("cloudwatch", region_name=region)
-        self.synced: dict[tuple[str, str], tuple] = {}
-
+        self.job_name = request["TrainingJobName"]
+        super().__init__(name=f"local-sagemaker-{self.job_name}", daemon=True)
+        self.record, self.request, self.region = record, request, region
         definitions = request["AlgorithmSpecification"].get("MetricDefinitions") or []
         self.metrics = [(d["Name"], re.compile(d["Regex"])) for d in definitions]
         record.algorithm_specification["MetricDefinitions"] = definitions
@@ -74,10 +64,60 @@ class Job(threading.Thread):
         record.secondary_status_transitions, record.final_metric_data_list = [], []
         self.enter("Starting")
 
-    # ---- what DescribeTrainingJob tells ----
+        # The user's thread stops and abandons jobs, this thread runs them: this guards both the
+        # status and the pipe to the supervisor.
+        self.guard = threading.RLock()
+        self.stop_asked = self.abandoned = self.planned = False
+        # Made in the thread that creates the job: boto3's default session is not thread-safe.
+        self.s3 = boto3.client("s3", region_name=region)
+        self.logs = boto3.client("logs", region_name=region)
+        self.cloudwatch = boto3.client("cloudwatch", region_name=region)
+        self.synced: dict[tuple[str, str], tuple] = {}
 
-    def enter(self, status: str, message: str | None = None) -> None:
-        """Moves the job to a secondary status."""
+        self.number, self.lock = cluster.lock_job_number()
+        self.folder = Path(tempfile.mkdtemp(prefix="local-sagemaker-"))
+        groups = cluster.instance_groups(request["ResourceConfig"])
+        self.hosts = cluster.plan_hosts(groups, scale_vcpus, self.number, self.folder)
+        # From here on the folder goes when this process does, whatever its end.
+        self.supervisor = subprocess.Popen(
+            [sys.executable, supervisor.__file__],
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C in the kernel's terminal is not for the job
+        )
+        self.tell_supervisor(str(self.folder))
+
+    # ---- what the user's thread does
+
+    def stop(self) -> bool:
+        """StopTrainingJob; False when the job has ended."""
+        with self.guard:
+            if self.record.training_job_status == "InProgress":
+                self.record.training_job_status, self.stop_asked = "Stopping", True
+                self.enter("Stopping")
+                if self.planned:
+                    self.tell_supervisor("stop")
+            return self.record.training_job_status == "Stopping"
+
+    def abandon(self) -> None:
+        """Kill every host now and waits until nothing is left."""
+        with self.guard:
+            self.abandoned = True
+            self.tell_supervisor("quit")
+        self.join()
+
+    def tell_supervisor(self, line: str) -> None:
+        """Send a line to the supervisor, unless it has ended: then this thread finds out."""
+        with self.guard:
+            try:
+                self.supervisor.stdin.write(line.encode() + b"\n")
+            except (BrokenPipeError, ValueError):
+                return
+
+    # ---- what DescribeTrainingJob tells
+
+    def enter(self, status: str, message: str = "") -> None:
+        """Move the job to a secondary status."""
         now, transitions = datetime.now(timezone.utc), self.record.secondary_status_transitions
         if transitions:
             transitions[-1]["EndTime"] = now
@@ -85,119 +125,80 @@ class Job(threading.Thread):
         transitions.append({"Status": status, "StartTime": now, "StatusMessage": message})
         self.record.secondary_status, self.record.last_modified_time = status, now
 
-    def finish(self, status: str, secondary: str, reason: str | None = None) -> None:
-        """Ends the job; the status changes last, when all that a reader may look at is there."""
+    def finish(self, status: str, secondary: str, reason: str = "") -> None:
+        """End the job; the status changes last, when all that a reader may look at is there."""
         record = self.record
-        record.training_end_time = datetime.now(timezone.utc)
-        if record.training_start_time:
-            seconds = (record.training_end_time - record.training_start_time).total_seconds()
-            record.training_time_in_seconds = record.billable_time_in_seconds = max(
-                1, round(seconds)
-            )
-        record.failure_reason = reason[:1024] if reason else None
-        self.enter(secondary, STATUS_MESSAGES[secondary] if not reason else None)
-        record.secondary_status_transitions[-1]["EndTime"] = record.training_end_time
-        record.training_job_status = status
+        with self.guard:
+            record.training_end_time = end = datetime.now(timezone.utc)
+            seconds = max(1, round((end - record.training_start_time).total_seconds()))
+            record.training_time_in_seconds = record.billable_time_in_seconds = seconds
+            record.failure_reason = reason[:LONGEST_REASON] or None
+            self.enter(secondary, reason[:LONGEST_REASON])
+            record.secondary_status_transitions[-1]["EndTime"] = end
+            record.training_job_status = status
 
-    def stop(self) -> None:
-        """StopTrainingJob."""
-        self.record.training_job_status = "Stopping"
-        self.enter("Stopping")
-        self.stop_asked.set()
-        self._tell_supervisor(b"stop\n")
-
-    def abandon(self) -> None:
-        """Kills every host now and waits until nothing is left."""
-        self.stop_asked.set()
-        if self.supervisor is not None:
-            self.supervisor.stdin.close()
-        self.join()
-
-    # ---- the job itself ----
+    # ---- the job itself
 
     def run(self) -> None:
-        """Downloads, trains and uploads; whatever goes wrong ends the job with a reason."""
+        """Download, trains and uploads; whatever goes wrong ends the job with a reason."""
+        self.record.training_start_time = datetime.now(timezone.utc)
         try:
-            self._run()
+            self.finish(*self._run())
+        except JobFailed as error:
+            self.finish("Failed", "Failed", str(error))
         except Exception as error:  # a thread has nobody above it: the job carries the message
-            traceback.print_exc()
-            self.finish("Failed", "Failed", f"InternalServerError: local SageMaker: {error}")
+            if self.abandoned:
+                self.finish("Stopped", "Stopped")
+            else:
+                traceback.print_exc()
+                reason = f"InternalServerError: local SageMaker: {error}"
+                self.finish("Failed", "Failed", reason)
         finally:
-            if self.supervisor is not None:
-                if not self.supervisor.stdin.closed:
-                    self.supervisor.stdin.close()
-                self.supervisor.wait()
+            self.tell_supervisor("quit")
+            self.supervisor.stdin.close()
+            self.supervisor.wait()
             for host in self.hosts:
                 supervisor.kill_container(str(host.opt_ml))  # had the supervisor itself been killed
             shutil.rmtree(self.folder, ignore_errors=True)
             self.lock.close()
 
-    def _run(self) -> None:
-        self.record.training_start_time = datetime.now(timezone.utc)
+    def _run(self) -> tuple[str, str]:
+        """Return the status and the secondary status that the job ends with."""
         self.enter("Downloading")
         for host in self.hosts:
             cluster.write_configuration(host, self.hosts, self.request)
         try:
+            bucket = urlparse(self.request["OutputDataConfig"]["S3OutputPath"]).netloc
+            self.s3.head_bucket(Bucket=bucket)
             self._download()
-        except FileNotFoundError as error:
-            return self.finish("Failed", "Failed", f"ClientError: Data download failed: {error}")
-        if self.stop_asked.is_set():
-            return self.finish("Stopped", "Stopped")
-        self.enter("Training")
-        self._start_supervisor()
+        except (ClientError, FileNotFoundError) as error:
+            raise JobFailed(f"ClientError: Data download failed: {error}") from error
+        with self.guard:
+            if self.stop_asked:
+                return "Stopped", "Stopped"
+            self.enter("Training")
+            self.tell_supervisor(json.dumps(self._plan()))
+            self.planned = True
         end = self._follow()
-        if self.stop_asked.is_set() and end["end"] != "stopped":
-            end = {**end, "end": "stopped" if end["end"] == "completed" else end["end"]}
         self._sync_checkpoints()
         if end["end"] == "failed":
-            return self.finish("Failed", "Failed", self._failure_reason(end))
+            raise JobFailed(self._failure_reason(end))
         self.enter("Uploading")
         self._upload()
         if end["end"] == "max_runtime_exceeded":
-            self.finish("Stopped", "MaxRuntimeExceeded")
-        elif end["end"] == "stopped":
-            self.finish("Stopped", "Stopped")
-        else:
-            self.finish("Completed", "Completed")
+            return "Stopped", "MaxRuntimeExceeded"
+        # A job that ends by itself while it is being stopped is a stopped one.
+        return ("Stopped", "Stopped") if self.stop_asked else ("Completed", "Completed")
 
-    def _download(self) -> None:
-        for host in self.hosts:
-            for channel in cluster.channels_of(host, self.request):
-                target = host.opt_ml / "input" / "data" / channel["ChannelName"]
-                self._copy_from_s3(channel["DataSource"]["S3DataSource"]["S3Uri"], target)
-                if channel["ChannelName"] == "sm_drivers":
-                    for path in filter(Path.is_file, target.rglob("*")):
-                        if b"\0" not in path.read_bytes():  # not a compiled file
-                            path.write_text(cluster.rewrite(path.read_text(), host))
-            if checkpoints := self.request.get("CheckpointConfig"):
-                target = self._checkpoint_folder(host)
-                target.mkdir(parents=True, exist_ok=True)
-                self._copy_from_s3(checkpoints["S3Uri"], target, may_be_empty=True)
-
-    def _copy_from_s3(self, uri: str, target: Path, may_be_empty: bool = False) -> None:
-        """Copies all objects under the prefix `uri`, named as SageMaker names them."""
-        bucket, prefix = urlparse(uri).netloc, urlparse(uri).path.lstrip("/")
-        found = False
-        pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        for item in (item for page in pages for item in page.get("Contents", [])):
-            name = item["Key"].removeprefix(prefix).lstrip("/") or Path(prefix).name
-            if item["Key"].endswith("/"):
-                continue
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            self.s3.download_file(bucket, item["Key"], str(target / name))
-            found = True
-        if not found and not may_be_empty:
-            raise FileNotFoundError(
-                f'No S3 objects found under S3 URL "{uri}" given in input data source. Please '
-                "ensure that the bucket exists and that objects exist under that S3 prefix."
-            )
-
-    def _start_supervisor(self) -> None:
+    def _plan(self) -> dict:
+        """What the supervisor needs to know."""
         specification = self.request["AlgorithmSpecification"]
-        command = specification["ContainerEntrypoint"] + specification.get("ContainerArguments", [])
-        plan = {
-            "folder": str(self.folder),
-            "max_runtime_seconds": self.request["StoppingCondition"]["MaxRuntimeInSeconds"],
+        arguments = specification.get("ContainerArguments") or []
+        command = specification["ContainerEntrypoint"] + arguments
+        condition = self.request.get("StoppingCondition") or {}
+        limit = condition.get("MaxRuntimeInSeconds", DEFAULT_MAX_RUNTIME_SECONDS)
+        return {
+            "max_runtime_seconds": limit,
             "supervisor_cores": sorted(os.sched_getaffinity(0)),
             "hosts": [
                 {
@@ -214,27 +215,44 @@ class Job(threading.Thread):
                 for host in self.hosts
             ],
         }
-        self.supervisor = subprocess.Popen(
-            [sys.executable, supervisor.__file__],
-            stdin=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C in the kernel's terminal is not for the job
-        )
-        self._tell_supervisor(json.dumps(plan).encode() + b"\n")
-        if self.stop_asked.is_set():
-            self._tell_supervisor(b"stop\n")
 
-    def _tell_supervisor(self, line: bytes) -> None:
-        if self.supervisor is not None and self.supervisor.poll() is None:
-            self.supervisor.stdin.write(line)
+    def _download(self) -> None:
+        for host in self.hosts:
+            for channel in cluster.channels_of(host, self.request):
+                target = host.opt_ml / "input" / "data" / channel["ChannelName"]
+                self._copy_from_s3(channel["DataSource"]["S3DataSource"]["S3Uri"], target)
+                if channel["ChannelName"] == "sm_drivers":
+                    for path in filter(Path.is_file, target.rglob("*")):
+                        if b"\0" not in path.read_bytes():  # not a compiled file
+                            path.write_text(cluster.rewrite(path.read_text(), host))
+            if checkpoints := self.request.get("CheckpointConfig"):
+                target = self._checkpoint_folder(host)
+                target.mkdir(parents=True, exist_ok=True)
+                self._copy_from_s3(checkpoints["S3Uri"], target, may_be_empty=True)
+
+    def _copy_from_s3(self, uri: str, target: Path, may_be_empty: bool = False) -> None:
+        """Copy all objects under the prefix `uri`, named as SageMaker names them."""
+        bucket, prefix = urlparse(uri).netloc, urlparse(uri).path.lstrip("/")
+        found = False
+        pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        for item in (item for page in pages for item in page.get("Contents", [])):
+            name = item["Key"].removeprefix(prefix).lstrip("/") or Path(prefix).name
+            if item["Key"].endswith("/"):
+                continue
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            self.s3.download_file(bucket, item["Key"], str(target / name))
+            found = True
+        if not found and not may_be_empty:
+            raise FileNotFoundError(
+                f'No S3 objects found under S3 URL "{uri}" given in input data source. Please '
+                "ensure that the bucket exists and that objects exist under that S3 prefix."
+            )
 
     def _follow(self) -> dict:
-        """Passes the hosts' output and CPU use on to CloudWatch until the job ends; returns the end
-        event.
-        """
+        """Pass the hosts' output and CPU use on to CloudWatch; returns the job's end event."""
         started, streams = int(time.time()), {}
         for host in self.hosts:
-            streams[host.name] = f"{self.name_}/{host.name}-{started}"
+            streams[host.name] = f"{self.job_name}/{host.name}-{started}"
             self.logs.create_log_stream(logGroupName=LOG_GROUP, logStreamName=streams[host.name])
         next_sync = time.monotonic() + SYNC_CHECKPOINTS_SECONDS
         for batch in self._event_batches():
@@ -247,21 +265,22 @@ class Job(threading.Thread):
             if time.monotonic() > next_sync:
                 self._sync_checkpoints()
                 next_sync = time.monotonic() + SYNC_CHECKPOINTS_SECONDS
-        raise AssertionError("the stream of events ends with an end event or an exception")
+        raise RuntimeError("the process that runs the hosts was killed")
 
     def _event_batches(self) -> Iterator[list[dict]]:
-        """The supervisor's events as they come, a few times a second."""
+        """The supervisor's events as they come, a few times a second, until it ends."""
         path, unread = self.folder / "events.jsonl", b""
         while not path.exists() and self.supervisor.poll() is None:
             time.sleep(0.02)
-        with open(path, "rb") as file:
-            while True:
+        alive = path.exists()
+        with open(path if alive else os.devnull, "rb") as file:
+            while alive:
                 alive = self.supervisor.poll() is None
-                *lines, unread = (unread + file.read()).split(b"\n")
+                data = file.read(MOST_READ)
+                *lines, unread = (unread + data).split(b"\n")
                 yield [json.loads(line) for line in lines]
-                if not alive:
-                    raise RuntimeError("the process that runs the hosts was killed")
-                time.sleep(0.2)
+                if len(data) < MOST_READ:
+                    time.sleep(0.2)
 
     def _put_logs(self, stream: str, events: list[dict]) -> None:
         for start in range(0, len(events), 1000):  # AWS takes 10,000 events or 1 MB a call
@@ -274,32 +293,25 @@ class Job(threading.Thread):
             )
 
     def _put_metrics(self, events: list[dict]) -> None:
-        data = []
         for event in events:
-            when = datetime.fromtimestamp(event["time"], timezone.utc)
             if "cpu_utilization" in event:
-                dimensions = [{"Name": "Host", "Value": f"{self.name_}/{event['host']}"}]
-                data.append(("CPUUtilization", dimensions, when, event["cpu_utilization"]))
+                host = {"Name": "Host", "Value": f"{self.job_name}/{event['host']}"}
+                self._put_metric("CPUUtilization", host, event["time"], event["cpu_utilization"])
             for name, regex in self.metrics:
-                if match := regex.search(event.get("log", "")):
-                    dimensions = [{"Name": "TrainingJobName", "Value": self.name_}]
-                    data.append((name, dimensions, when, float(match.group(1))))
-        for name, dimensions, when, value in data:
-            self.cloudwatch.put_metric_data(
-                Namespace=METRIC_NAMESPACE,
-                MetricData=[
-                    {
-                        "MetricName": name,
-                        "Dimensions": dimensions,
-                        "Timestamp": when,
-                        "Value": value,
-                    }
-                ],
-            )
-            if name != "CPUUtilization":
-                final = {m["MetricName"]: m for m in self.record.final_metric_data_list}
-                final[name] = {"MetricName": name, "Value": value, "Timestamp": when}
-                self.record.final_metric_data_list = list(final.values())
+                match = regex.search(event.get("log", ""))
+                value = _number(match.group(1)) if match else None
+                if value is not None:
+                    job = {"Name": "TrainingJobName", "Value": self.job_name}
+                    self._put_metric(name, job, event["time"], value)
+                    final = {m["MetricName"]: m for m in self.record.final_metric_data_list}
+                    when = datetime.fromtimestamp(event["time"], timezone.utc)
+                    final[name] = {"MetricName": name, "Value": value, "Timestamp": when}
+                    self.record.final_metric_data_list = list(final.values())
+
+    def _put_metric(self, name: str, dimension: dict, seconds: float, value: float) -> None:
+        when = datetime.fromtimestamp(seconds, timezone.utc)
+        data = {"MetricName": name, "Dimensions": [dimension], "Timestamp": when, "Value": value}
+        self.cloudwatch.put_metric_data(Namespace=METRIC_NAMESPACE, MetricData=[data])
 
     def _failure_reason(self, end: dict) -> str:
         host = next(h for h in self.hosts if h.name == end["failed_host"])
@@ -313,7 +325,7 @@ class Job(threading.Thread):
         return Path(cluster.rewrite(path, host))
 
     def _sync_checkpoints(self) -> None:
-        """Copies new and changed checkpoint files of every host to S3."""
+        """Copy new and changed checkpoint files of every host to S3."""
         if not self.request.get("CheckpointConfig"):
             return
         uri = urlparse(self.request["CheckpointConfig"]["S3Uri"])
@@ -332,13 +344,12 @@ class Job(threading.Thread):
                 self.synced[host.name, name] = state
 
     def _upload(self) -> None:
-        """Puts model.tar.gz and output.tar.gz where AWS puts them."""
+        """Put model.tar.gz and output.tar.gz where AWS puts them.
+
+        The latter has what is in /opt/ml/output/data (source: the SDK's ModelTrainer.output_data).
+        """
         output = self.request["OutputDataConfig"]["S3OutputPath"].rstrip("/")
-        model_uri = f"{output}/{self.name_}/output/model.tar.gz"
-        for folder, uri in (
-            ("model", model_uri),
-            ("output/data", f"{output}/{self.name_}/output/output.tar.gz"),
-        ):
+        for folder, archive_name in (("model", "model.tar.gz"), ("output/data", "output.tar.gz")):
             files = {}
             for host in self.hosts:
                 root = host.opt_ml / folder
@@ -348,8 +359,16 @@ class Job(threading.Thread):
             with tarfile.open(fileobj=archive, mode="w:gz") as tar:
                 for name, path in sorted(files.items()):
                     tar.add(path, name)
-            parsed = urlparse(uri)
-            self.s3.put_object(
-                Bucket=parsed.netloc, Key=parsed.path.lstrip("/"), Body=archive.getvalue()
-            )
+            uri = urlparse(f"{output}/{self.job_name}/output/{archive_name}")
+            self.s3.put_object(Bucket=uri.netloc, Key=uri.path.lstrip("/"), Body=archive.getvalue())
+        model_uri = f"{output}/{self.job_name}/output/model.tar.gz"
         self.record.model_artifacts = {"S3ModelArtifacts": model_uri}
+
+
+def _number(text: str) -> float | None:
+    """The number that a metric's regular expression has found, or None if it is not one."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

@@ -3,6 +3,8 @@
 The first kind is in AWS's words where a public source has them; the second says so.
 """
 
+import re
+
 from moto.sagemaker.exceptions import AWSValidationException, ResourceInUseException
 
 from . import cluster
@@ -11,12 +13,11 @@ MOST_INSTANCE_GROUPS = 5  # botocore's model of ResourceConfig.InstanceGroups sa
 
 
 def check(request: dict, arn_of_existing_job: str | None) -> None:
-    """Raises the error that CreateTrainingJob answers with, or returns."""
+    """Raise the error that CreateTrainingJob answers with, or returns."""
     if arn_of_existing_job:
         raise ResourceInUseException(
-            "Training job names must be unique within an AWS account and region, and a training "
-            "job with "
-            f"this name already exists ({arn_of_existing_job})"
+            "Training job names must be unique within an AWS account and region, "
+            f"and a training job with this name already exists ({arn_of_existing_job})"
         )
     _check_groups(request["ResourceConfig"])
     _check_channels(request)
@@ -27,8 +28,7 @@ def _check_groups(config: dict) -> None:
     groups = config.get("InstanceGroups") or []
     if groups and (config.get("InstanceType") or config.get("InstanceCount")):
         raise AWSValidationException(
-            "Cannot specify InstanceType or InstanceCount in ResourceConfig when InstanceGroups "
-            "is specified."
+            "InstanceType or InstanceCount cannot be specified with InstanceGroups"
         )
     if not groups and not (config.get("InstanceType") and config.get("InstanceCount")):
         raise AWSValidationException(
@@ -37,16 +37,15 @@ def _check_groups(config: dict) -> None:
     if len(groups) > MOST_INSTANCE_GROUPS:
         raise AWSValidationException(
             "1 validation error detected: Value at 'resourceConfig.instanceGroups' failed to "
-            "satisfy "
-            f"constraint: Member must have length less than or equal to {MOST_INSTANCE_GROUPS}"
+            "satisfy constraint: Member must have length less than or equal to "
+            f"{MOST_INSTANCE_GROUPS}"
         )
     names = [group["InstanceGroupName"] for group in groups]
     if len(set(names)) < len(names):
         raise AWSValidationException(f"Instance group names must be unique, but are {names}.")
     if groups and config.get("KeepAlivePeriodInSeconds"):
         raise AWSValidationException(
-            "KeepAlivePeriodInSeconds (warm pools) cannot be used with InstanceGroups "
-            "(heterogeneous clusters)."
+            "KeepAlivePeriodInSeconds (warm pools) cannot be used with InstanceGroups."
         )
     for group in cluster.instance_groups(config):
         try:
@@ -56,30 +55,26 @@ def _check_groups(config: dict) -> None:
 
 
 def _check_channels(request: dict) -> None:
-    group_names = [
-        g["InstanceGroupName"] for g in request["ResourceConfig"].get("InstanceGroups") or []
-    ]
+    groups = request["ResourceConfig"].get("InstanceGroups") or []
+    group_names = [group["InstanceGroupName"] for group in groups]
     assigned, unassigned = [], []
     for channel in request.get("InputDataConfig") or []:
-        source = channel["DataSource"].get("S3DataSource")
+        name, source = channel["ChannelName"], channel["DataSource"].get("S3DataSource")
         if source is None:
             raise AWSValidationException(
-                f"Channel {channel['ChannelName']!r} is not on S3; the local SageMaker reads S3 "
-                "only."
+                f"Channel {name!r} is not on S3; the local SageMaker reads S3 only."
             )
-        names = source.get("InstanceGroupNames")
-        (assigned if names else unassigned).append(channel["ChannelName"])
-        if unknown := [name for name in names or [] if name not in group_names]:
+        own_groups = source.get("InstanceGroupNames") or []
+        (assigned if own_groups else unassigned).append(name)
+        if unknown := [group for group in own_groups if group not in group_names]:
             raise AWSValidationException(
-                f"Channel {channel['ChannelName']!r} is assigned to instance groups {unknown}, "
-                "but the job's "
-                f"instance groups are {group_names}."
+                f"Channel {name!r} is assigned to {unknown}, "
+                f"but the job's instance groups are {group_names}."
             )
     if assigned and unassigned:
         raise AWSValidationException(
-            f"Some channels have assigned instance groups: [{', '.join(assigned)}] while others "
-            "not: "
-            f"[{', '.join(unassigned)}]"
+            f"Some channels have assigned instance groups: [{', '.join(assigned)}] "
+            f"while others not: [{', '.join(unassigned)}]"
         )
 
 
@@ -87,29 +82,35 @@ def _check_local_limits(request: dict) -> None:
     for name, value in (request.get("HyperParameters") or {}).items():
         if "'" in value:
             raise AWSValidationException(
-                f"Hyperparameter {name!r} has an apostrophe, which AWS accepts and on which the "
-                "SDK's "
-                "start-up script then breaks (export SM_HP_...='...'): leave it out."
+                f"Hyperparameter {name!r} has an apostrophe: AWS would accept it, and the SDK's "
+                "start-up script break on it (export SM_HP_...='...'). Leave it out."
             )
-    specification = request["AlgorithmSpecification"]
+    specification = request.get("AlgorithmSpecification") or {}
     if not specification.get("ContainerEntrypoint"):
         raise AWSValidationException(
-            "The local SageMaker runs no container image: give the job a ContainerEntrypoint, as "
-            "the SageMaker "
-            "SDK's ModelTrainer does when it has a source_code."
+            "The local SageMaker runs no container image: give the job a ContainerEntrypoint, "
+            "as the SDK's ModelTrainer does when it has a source_code."
         )
+    for definition in specification.get("MetricDefinitions") or []:
+        name, regex = definition["Name"], definition["Regex"]
+        try:
+            if re.compile(regex).groups < 1:
+                raise re.error("it has no group")
+        except re.error as error:
+            raise AWSValidationException(
+                f"Metric {name!r}: the regular expression {regex!r} cannot be used, {error}."
+            ) from None
     for channel in request.get("InputDataConfig") or []:
-        source, name = channel["DataSource"]["S3DataSource"], channel["ChannelName"]
-        mode = channel.get("InputMode") or specification["TrainingInputMode"]
-        if mode == "Pipe":
-            raise AWSValidationException(
-                f"Channel {name!r}: the local SageMaker has no Pipe mode; use File."
-            )
-        if source["S3DataType"] != "S3Prefix":
-            raise AWSValidationException(
-                f"Channel {name!r}: the local SageMaker takes an S3Prefix only."
-            )
-        if source.get("S3DataDistributionType", "FullyReplicated") != "FullyReplicated":
-            raise AWSValidationException(
-                f"Channel {name!r}: the local SageMaker replicates data fully only."
-            )
+        name, source = channel["ChannelName"], channel["DataSource"]["S3DataSource"]
+        only = {
+            "its mode": (channel.get("InputMode") or specification["TrainingInputMode"], "File"),
+            "S3DataType": (source["S3DataType"], "S3Prefix"),
+            "S3DataDistributionType": (source.get("S3DataDistributionType"), "FullyReplicated"),
+            "CompressionType": (channel.get("CompressionType"), "None"),
+            "RecordWrapperType": (channel.get("RecordWrapperType"), "None"),
+        }
+        for setting, (given, known) in only.items():
+            if given not in (None, known):
+                raise AWSValidationException(
+                    f"Channel {name!r}: {setting} is {given}; the local SageMaker has {known} only."
+                )

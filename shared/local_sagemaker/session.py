@@ -30,11 +30,9 @@ class LocalSageMaker:
     """What `start()` gives: `role` is the ARN of an execution role; `stop()` ends all of it."""
 
     def __init__(self, largest_cluster: dict[str, int] | None):
-        groups = [
-            {"InstanceType": t, "InstanceCount": n} for t, n in (largest_cluster or {}).items()
-        ]
-        self.scale_vcpus = cluster.total_vcpus(groups)
+        self.scale_vcpus = _vcpus_of(largest_cluster)
         self.jobs: dict[str, Job] = {}
+        self.started_again = 0
         self.role = ""
         self._undo = contextlib.ExitStack()
 
@@ -47,10 +45,13 @@ class LocalSageMaker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stop()
+        if self.started_again:
+            self.started_again -= 1  # a session that was there before the block goes on after it
+        else:
+            self.stop()
 
     def stop(self) -> None:
-        """Kills the jobs that still run and ends the session; clients made in it stay unusable."""
+        """Kill the jobs that still run and ends the session; clients made in it stay unusable."""
         global _active
         for job in self.jobs.values():
             job.abandon()
@@ -61,7 +62,7 @@ class LocalSageMaker:
         self._undo.enter_context(set_aside())
         # Never undone: a client that outlives the session must not reach AWS.
         BotocoreStubber.__call__ = _answer_or_refuse
-        for session in (o for o in gc.get_objects() if isinstance(o, botocore.session.Session)):
+        for session in _instances(botocore.session.Session):
             session.unregister("before-send", botocore_stubber)  # else it would answer twice
             session.register("before-send", botocore_stubber)
         self._undo.enter_context(moto.mock_aws())
@@ -91,7 +92,11 @@ class LocalSageMaker:
                 )
             self.scale_vcpus = vcpus
         result = original(response)
-        job = Job(backend.training_jobs[name], request, response.region, self.scale_vcpus)
+        try:
+            job = Job(backend.training_jobs[name], request, response.region, self.scale_vcpus)
+        except BaseException:
+            del backend.training_jobs[name]  # which moto has as Completed
+            raise
         print(cluster.describe_plan(name, job.hosts))
         self.jobs[name] = job
         job.start()
@@ -102,9 +107,7 @@ class LocalSageMaker:
         if name not in self.jobs:
             raise ValidationError(f"Requested resource not found: no training job {name!r}.")
         job = self.jobs[name]
-        if job.record.training_job_status == "InProgress":
-            job.stop()
-        elif job.record.training_job_status != "Stopping":
+        if not job.stop():
             raise ValidationError(
                 "The request was rejected because the training job is in status "
                 f"{job.record.training_job_status}."
@@ -113,30 +116,39 @@ class LocalSageMaker:
 
 
 def start(largest_cluster: dict[str, int] | None = None) -> LocalSageMaker:
-    """Makes this process's AWS this machine, until `stop()` or the end of the process.
+    """Make this process's AWS this machine, until `stop()` or the end of the process.
 
     `largest_cluster`: instances by type of the largest cluster that will run, for example
     {"ml.c5.9xlarge": 1, "ml.p3.2xlarge": 1}.  It fixes how many cores an instance gets, so that
     jobs of different size can be compared; without it the first job stands for the whole machine.
 
-    Called again in the same process it returns the session that runs.  Raises RuntimeError where
-    AWS clients exist already (they would still reach AWS) and on systems other than Linux;
-    ValueError for an unknown instance type.
+    Called again in the same process it returns the session that runs. Raises RuntimeError where AWS
+    clients exist already (they would still reach AWS), where another largest cluster is asked for
+    after jobs have run, and on systems other than Linux; ValueError for an unknown instance type.
     """
     global _active
     if _active is not None:
+        scale_vcpus = _vcpus_of(largest_cluster) or _active.scale_vcpus
+        if _active.jobs and scale_vcpus != _active.scale_vcpus:
+            raise RuntimeError(
+                "Jobs have run on another scale than this largest cluster's, so later ones could "
+                "not be compared with them. Restart the kernel to change it."
+            )
+        _active.scale_vcpus = scale_vcpus
+        _active.started_again += 1
         return _active
     if not sys.platform.startswith("linux"):
         raise RuntimeError(
-            "The local SageMaker needs Linux (127.x addresses, CPU affinity): use Linux, WSL, or "
-            "a container."
+            "The local SageMaker needs Linux (127.x addresses, CPU affinity): "
+            "use Linux, WSL, or a container."
         )
-    clients = [o for o in gc.get_objects() if isinstance(o, botocore.client.BaseClient)]
+    guarded = BotocoreStubber.__call__ is _answer_or_refuse  # by an earlier session
+    clients = [] if guarded else _instances(botocore.client.BaseClient)
     if clients:
         raise RuntimeError(
             f"This process already has AWS clients ({clients[0].meta.service_model.service_name}, "
-            "...), which "
-            "would still reach AWS. Restart the kernel and start the local SageMaker first."
+            "...), which would still reach AWS. Restart the kernel and start the local SageMaker "
+            "first."
         )
     session = LocalSageMaker(largest_cluster)
     try:
@@ -146,6 +158,17 @@ def start(largest_cluster: dict[str, int] | None = None) -> LocalSageMaker:
         raise
     _active = session
     return session
+
+
+def _vcpus_of(instances: dict[str, int] | None) -> int:
+    groups = [{"InstanceType": t, "InstanceCount": n} for t, n in (instances or {}).items()]
+    return cluster.total_vcpus(groups)
+
+
+def _instances(kind: type) -> list:
+    """All objects of a class in this process. (isinstance would trip over dead weak references.)"""
+    gc.collect()
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
 def _as_method(function, original):

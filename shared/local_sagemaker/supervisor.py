@@ -1,41 +1,41 @@
 """Runs the hosts of one training job as processes of this machine, and leaves nothing behind.
 
-A process of its own, so that a job outlives neither the notebook kernel nor a crash of it:
+A process of its own, so that a job outlives neither the notebook kernel nor a crash of it. It
+reads lines from standard input, which the kernel keeps open: the job's folder, then the plan
+(JSON), later `stop` for StopTrainingJob, and `quit` when the kernel has collected the job's files.
+On `quit`, at the end of the input, or when the kernel is gone, it kills every host and removes the
+folder.
 
-    python supervisor.py            # reads the plan, one line of JSON, from standard input
-
-The kernel keeps the other end of standard input open.  The line `stop` asks for StopTrainingJob;
-the end of the stream, however the kernel came to its end, kills every host and removes the job's
-folder.  What happens is written to `<folder>/events.jsonl`, one JSON object a line, for the kernel
-to follow: a file, so that a busy kernel never holds up a host that prints.
+What happens is written to `<folder>/events.jsonl`, one JSON object a line, for the kernel to
+follow: a file, so that a busy kernel never holds up a host that prints.
 
 SageMaker's rules, as far as they show from inside a container:
-- only PID 1 of a container gets SIGTERM, and the Linux kernel drops it when PID 1 has no handler
-  for it;
+- only PID 1 of a container gets SIGTERM, and Linux drops it when PID 1 has no handler for it;
 - when PID 1 exits, all other processes of its container are killed;
-- a host that exits non-zero fails the job and the others are told to end;
-- 120 seconds after SIGTERM comes SIGKILL
-  (docs.aws.amazon.com/sagemaker/latest/APIReference/API_StopTrainingJob.html).
+- a host that exits non-zero fails the job, and the others are told to end;
+- 120 seconds after SIGTERM comes SIGKILL (API reference of StopTrainingJob).
 """
 
 import ctypes
 import io
 import json
 import os
-import selectors
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
 SECONDS_FROM_SIGTERM_TO_SIGKILL = 120
 CPU_SAMPLE_SECONDS = 2.0
 SECONDS_TO_DRAIN = 2.0
-LONGEST_LINE = 256 * 1024  # bytes; CloudWatch Logs takes no longer event
+LONGEST_LINE = 128 * 1024  # bytes; a longer one becomes several events
+COMMAND_NOT_FOUND = 127  # the exit status that shells and container runtimes give it
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -56,18 +56,41 @@ class Host:
     cpu_sampled_at: float = field(default_factory=time.monotonic)
 
 
+class Kernel:
+    """The notebook kernel's end of our standard input."""
+
+    def __init__(self):
+        self.pid = os.getppid()
+        self.pipe = io.FileIO(0)  # unbuffered, so that `select` sees every line
+
+    def is_gone(self) -> bool:
+        """Whether the kernel has ended. A process that it forked may still hold the pipe open."""
+        return os.getppid() != self.pid
+
+    def next_line(self) -> bytes:
+        """Wait for a line; b"quit" when there will be none."""
+        while not self.is_gone():
+            if select.select([self.pipe], [], [], 0.2)[0]:
+                return self.pipe.readline().strip() or b"quit"
+        return b"quit"
+
+
 class Events:
     """The job's events, appended to a file that the kernel follows."""
 
-    def __init__(self, path: str):
-        self.file = open(path, "a", buffering=1)  # noqa: SIM115  (open as long as the job runs)
+    def __init__(self, folder: Path):
+        self.file = open(folder / "events.jsonl", "a", buffering=1)  # noqa: SIM115  (for good)
 
     def write(self, **event) -> None:
+        """Add an event, with its time in seconds since 1970."""
         self.file.write(json.dumps({"time": time.time(), **event}) + "\n")
 
 
 def start_host(plan: dict) -> Host:
-    """Starts the host's entry point on its cores, with the job's environment and no other."""
+    """Start the host's entry point on its cores, with the job's environment and no other.
+
+    Raises OSError when there is no such command.
+    """
     os.sched_setaffinity(0, plan["cores"])  # children inherit it
     libc = ctypes.CDLL(None)
     process = subprocess.Popen(
@@ -81,43 +104,36 @@ def start_host(plan: dict) -> Host:
         # Safe although it runs between fork and exec: this process has one thread.
         preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
     )
-    os.set_blocking(process.stdout.fileno(), False)
     return Host(plan["name"], plan["base_dir"], plan["cores"], plan["vcpus"], process)
 
 
 def read_output(host: Host, events: Events) -> None:
-    """Turns what the host has printed into one event a line, and notices when its output ends."""
-    while host.output_open:
-        try:
-            data = os.read(host.process.stdout.fileno(), 1 << 16)
-        except BlockingIOError:
-            return
-        host.output_open = bool(data)
-        lines = (host.unfinished_line + data).split(b"\n")
-        host.unfinished_line = lines.pop()
-        if host.unfinished_line and (not data or len(host.unfinished_line) > LONGEST_LINE):
-            lines.append(host.unfinished_line)
-            host.unfinished_line = b""
-        for line in lines:
-            text = line[:LONGEST_LINE].decode("utf-8", "replace").rstrip("\r")
-            events.write(host=host.name, log=text)
+    """Turn what the host has printed into one event a line, and notices when its output ends."""
+    data = os.read(host.process.stdout.fileno(), 1 << 16)
+    host.output_open = bool(data)
+    lines = (host.unfinished_line + data).split(b"\n")
+    host.unfinished_line = lines.pop()
+    if host.unfinished_line and (not data or len(host.unfinished_line) > LONGEST_LINE):
+        lines.append(host.unfinished_line)
+        host.unfinished_line = b""
+    for line in lines:
+        events.write(host=host.name, log=line.decode("utf-8", "replace").rstrip("\r"))
 
 
 def kill_container(base_dir: str) -> None:
-    """SIGKILLs every process whose environment names this host's /opt/ml, whatever its session."""
+    """SIGKILL every process whose environment names this host's /opt/ml, whatever its session."""
     mark = f"SAGEMAKER_BASE_DIR={base_dir}"
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                belongs = mark in file.read().decode("utf-8", "replace").split("\0")
-            if belongs and int(pid) != os.getpid():
+            environment = Path("/proc", pid, "environ").read_bytes().decode("utf-8", "replace")
+            if mark in environment.split("\0") and int(pid) != os.getpid():
                 os.kill(int(pid), signal.SIGKILL)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # gone meanwhile, or another user's
 
 
 def kill_descendants() -> None:
-    """SIGKILLs what is left below this process, such as a daemon that cleared its environment."""
+    """SIGKILL what is left below this process, such as a daemon that cleared its environment."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             if child.is_running():
@@ -126,15 +142,15 @@ def kill_descendants() -> None:
 
 
 def send_sigterm(host: Host) -> None:
-    """SIGTERM to PID 1, which never sees it unless it has a handler, as in a container."""
-    with open(f"/proc/{host.process.pid}/status") as file:
-        caught = next(line for line in file if line.startswith("SigCgt:"))
+    """Send SIGTERM to PID 1, which never sees it unless it has a handler, as in a container."""
+    status = Path("/proc", str(host.process.pid), "status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
     if int(caught.split()[1], 16) & (1 << (signal.SIGTERM - 1)):
         host.process.send_signal(signal.SIGTERM)
 
 
 def sample_cpu(host: Host, events: Events) -> None:
-    """CPU use since the last sample, on CloudWatch's scale: 100 % for each vCPU of the instance."""
+    """Write the CPU use since the last sample, on CloudWatch's scale: 100 % for each vCPU."""
     seconds = 0.0
     try:
         root = psutil.Process(host.process.pid)
@@ -150,32 +166,34 @@ def sample_cpu(host: Host, events: Events) -> None:
     events.write(host=host.name, cpu_utilization=percent)
 
 
-def run(plan: dict, kernel_pipe: io.FileIO, events: Events) -> None:
-    """Runs the job to its end and writes the `end` event; returns early when the kernel is gone."""
-    kernel = os.getppid()
+def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
+    """Run the job to its end, writes the `end` event, returns True; False when told to quit."""
+    events = Events(folder)
     deadline = time.monotonic() + plan["max_runtime_seconds"]
     kill_at, cause, first_failed = None, "completed", None
-    selector = selectors.DefaultSelector()
-    selector.register(kernel_pipe, selectors.EVENT_READ)
-    hosts = [start_host(host) for host in plan["hosts"]]
-    for host in hosts:
-        selector.register(host.process.stdout, selectors.EVENT_READ, host)
+    hosts = []
+    for host_plan in plan["hosts"]:
+        try:
+            hosts.append(start_host(host_plan))
+        except OSError as error:
+            events.write(host=host_plan["name"], log=f"The entry point cannot be run: {error}")
+            events.write(end="failed", failed_host=host_plan["name"], exit_code=COMMAND_NOT_FOUND)
+            return True
     os.sched_setaffinity(0, plan["supervisor_cores"])
     next_sample = time.monotonic() + CPU_SAMPLE_SECONDS
 
     while any(host.exit_code is None or host.output_open for host in hosts):
         end_now, now = None, time.monotonic()
-        for key, _ in selector.select(timeout=0.05):
-            if key.data is not None:
-                read_output(key.data, events)
-                if not key.data.output_open:
-                    selector.unregister(key.fileobj)
-            elif kernel_pipe.readline() == b"stop\n":
+        outputs = {host.process.stdout: host for host in hosts if host.output_open}
+        for ready in select.select([kernel.pipe, *outputs], [], [], 0.05)[0]:
+            if ready in outputs:
+                read_output(outputs[ready], events)
+            elif kernel.next_line() == b"stop":
                 end_now = "stopped"
             else:
-                return
-        if os.getppid() != kernel:
-            return
+                return False
+        if kernel.is_gone():
+            return False
         for host in hosts:
             if host.exit_code is None and host.process.poll() is not None:
                 code = host.process.returncode
@@ -185,9 +203,8 @@ def run(plan: dict, kernel_pipe: io.FileIO, events: Events) -> None:
                 events.write(host=host.name, exit_code=host.exit_code)
                 if host.exit_code != 0 and kill_at is None:
                     end_now, first_failed = "failed", host
-            if host.output_open and now > host.drained_by:
+            if now > host.drained_by:
                 host.output_open = False  # held by a process that hides; it dies with us
-                selector.unregister(host.process.stdout)
         if now >= deadline and kill_at is None:
             end_now = "max_runtime_exceeded"
         if end_now and kill_at is None:
@@ -209,25 +226,29 @@ def run(plan: dict, kernel_pipe: io.FileIO, events: Events) -> None:
         failed_host=first_failed.name if first_failed else None,
         exit_code=first_failed.exit_code if first_failed else None,
     )
-    while kernel_pipe.readline():
-        continue  # the kernel closes it when it has collected the job's files
+    return True
 
 
 def main() -> None:
-    """Reads the plan, runs it, and in any case kills every process and removes the job's folder."""
-    kernel_pipe = io.FileIO(0)  # unbuffered, so that the selector sees every line
-    plan = json.loads(kernel_pipe.readline())
+    """Run the job, and in any case kills every process of it and removes its folder."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the kernel
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     # Orphans of a host come to us, so that kill_descendants finds them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    kernel, plan = Kernel(), {"hosts": []}
+    folder = Path(kernel.next_line().decode())
     try:
-        run(plan, kernel_pipe, Events(os.path.join(plan["folder"], "events.jsonl")))
+        line = kernel.next_line()
+        if line != b"quit":
+            plan = json.loads(line)
+            ended = run(plan, folder, kernel)
+            while ended and kernel.next_line() != b"quit":
+                continue  # the kernel is collecting the job's files
     finally:
         for host in plan["hosts"]:
             kill_container(host["base_dir"])
         kill_descendants()
-        shutil.rmtree(plan["folder"], ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
