@@ -18,7 +18,7 @@ import botocore.exceptions
 import psutil
 import pytest
 
-from conftest import Jobs, processes_naming
+from jobs import Jobs, processes_naming
 
 ROOT = Path(__file__).parent.parent
 TWO_GROUPS = {"data_group": ("ml.c5.9xlarge", 1), "dnn_group": ("ml.p3.2xlarge", 1)}
@@ -555,8 +555,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the ba
 sys.path[:0] = [{root!r}, {tests!r}]
 from pathlib import Path
 from shared import local_sagemaker
-from conftest import Jobs
 session = local_sagemaker.start()
+from jobs import Jobs
 jobs = Jobs(session.role, Path(sys.argv[1]))
 """
 
@@ -647,7 +647,8 @@ def test_a_job_whose_supervisor_is_killed_fails_and_leaves_nothing(jobs: Jobs):
         TWO_GROUPS,
     )
     jobs.wait_for_log(name, "ready")
-    (supervisor,) = (p for p in psutil.Process().children() if "supervisor.py" in p.cmdline()[-1])
+    children = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    (supervisor,) = (child for child in children if "supervisor.py" in child.cmdline()[-1])
     supervisor.kill()
     job = jobs.wait(name, seconds=20)
     assert job["TrainingJobStatus"] == "Failed"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Jobs
+from jobs import Jobs
 
 CODE = Path(__file__).parent.parent / "pt.grpc.sagemaker" / "code"
 GROUPS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
@@ -53,8 +53,8 @@ def test_an_exception_in_training_is_the_failure_reason(jobs: Jobs):
 
 
 def test_a_long_error_is_cut_and_still_the_reason(jobs: Jobs):
-    job = run(jobs, groups=None, dnn_group="", homogeneousCluster="raise ValueError('\\n' * 9999)")
-    assert "ValueError" in job["FailureReason"], job["FailureReason"]
+    job = run(jobs, data_group=SERVE, dnn_group="raise ValueError('x' * 10_000)")
+    assert "exited with status 1: ValueError: xxxx" in job["FailureReason"]
     assert len(job["FailureReason"]) <= 1024
 
 

@@ -1,25 +1,16 @@
-"""What several test modules need: a local SageMaker session and jobs through the real SDK."""
+"""Training jobs on this machine, through the SageMaker SDK, for tests."""
 
-import gc
 import itertools
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
-import pytest
+from sagemaker.core.training.configs import Compute, InstanceGroup, SourceCode, StoppingCondition
+from sagemaker.train import ModelTrainer
+
+from shared import monitoring
 
 _numbers = itertools.count(1)
-
-
-@pytest.fixture(scope="module")
-def local() -> Iterator:
-    """A local SageMaker session for the tests of one module."""
-    from shared import local_sagemaker
-
-    gc.collect()  # clients of earlier tests, which start() would refuse
-    with local_sagemaker.start() as session:
-        yield session
 
 
 class Jobs:
@@ -30,14 +21,6 @@ class Jobs:
 
     def create(self, files: dict[str, str], command: str, groups: dict | None = None, **settings):
         """Start a job and returns its name. groups: {name: (instance type, count)}."""
-        from sagemaker.core.training.configs import (
-            Compute,
-            InstanceGroup,
-            SourceCode,
-            StoppingCondition,
-        )
-        from sagemaker.train import ModelTrainer
-
         code = self.folder / f"code-{next(_numbers)}"
         code.mkdir()
         for name, text in files.items():
@@ -92,18 +75,10 @@ class Jobs:
 
     def log(self, name: str) -> list[str]:
         """All lines of all hosts so far."""
-        from shared import monitoring
-
         try:
             return [line.text for line in monitoring.logs(name)]
         except ValueError:  # no log yet
             return []
-
-
-@pytest.fixture(scope="module")
-def jobs(local, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    """Training jobs on this machine."""
-    return Jobs(local.role, tmp_path_factory.mktemp("code"))
 
 
 def processes_naming(text: str) -> list[int]:
