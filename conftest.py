@@ -1,7 +1,10 @@
 """For all tests: they never leave this machine, and may run training jobs on it."""
 
 import os
+import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +12,7 @@ os.environ["SAGEMAKER_TARGET"] = "local"  # the notebooks among them, whatever t
 
 
 @pytest.fixture(scope="module")
-def local() -> Iterator:
+def local(temporary_folder) -> Iterator:
     """A local SageMaker session for the tests of one module."""
     from shared import local_sagemaker
 
@@ -23,3 +26,25 @@ def jobs(local, tmp_path_factory: pytest.TempPathFactory):
     from jobs import Jobs
 
     return Jobs(local.role, tmp_path_factory.mktemp("code"))
+
+
+@pytest.fixture(scope="module")
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory):
+    """A folder of our own for the jobs' files, so that what they leave can be told from others'."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("tmp")
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def nothing_is_left(temporary_folder: Path):
+    """After every test, the jobs that it waited for have left neither folders nor processes."""
+    yield
+    from jobs import processes_naming
+
+    deadline = time.monotonic() + 5
+    while left := [*temporary_folder.iterdir(), *processes_naming(f"{temporary_folder}/")]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)

@@ -92,3 +92,25 @@ def processes_naming(text: str) -> list[int]:
         if text.encode() in content:
             found.append(int(path.name))
     return found
+
+
+def request(name: str, **changes) -> dict:
+    """A valid CreateTrainingJob request that runs `true`, with changes."""
+    return {
+        "TrainingJobName": name,
+        "RoleArn": "arn:aws:iam::123456789012:role/any",
+        "AlgorithmSpecification": {
+            "TrainingImage": "any",
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": ["/bin/true"],
+        },
+        "OutputDataConfig": {"S3OutputPath": "s3://any/output"},
+        "ResourceConfig": {"InstanceType": "ml.m5.large", "InstanceCount": 1, "VolumeSizeInGB": 1},
+        "StoppingCondition": {"MaxRuntimeInSeconds": 60},
+        **changes,
+    }
+
+
+def group(name: str = "a", kind: str = "ml.m5.large", count: int = 1) -> dict:
+    """An entry of ResourceConfig.InstanceGroups."""
+    return {"InstanceGroupName": name, "InstanceType": kind, "InstanceCount": count}

@@ -1,14 +1,11 @@
-"""The local SageMaker, through the real SDK and boto3: what it runs, refuses and leaves behind."""
+"""Jobs on the local SageMaker, through the real SDK and boto3: what they do and what comes back."""
 
 import importlib.metadata
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tarfile
-import tempfile
 import time
 from io import BytesIO
 from pathlib import Path
@@ -18,8 +15,9 @@ import botocore.exceptions
 import psutil
 import pytest
 
-from jobs import Jobs, processes_naming
+from jobs import Jobs, group, processes_naming, request
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 ROOT = Path(__file__).parent.parent
 TWO_GROUPS = {"data_group": ("ml.c5.9xlarge", 1), "dnn_group": ("ml.p3.2xlarge", 1)}
 READ_CONFIG = """
@@ -28,26 +26,6 @@ path = pathlib.Path(os.environ["SM_INPUT_CONFIG_DIR"], "resourceconfig.json")
 config = json.loads(path.read_text())
 group = config["current_group_name"]
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def temporary_folder(tmp_path_factory: pytest.TempPathFactory):
-    """A folder of our own for the jobs' files, so that what they leave can be told from others'."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("tmp")
-        patch.setenv("TMPDIR", str(folder))
-        patch.setattr(tempfile, "tempdir", str(folder))
-        yield folder
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(temporary_folder: Path):
-    """After every test, the jobs that it waited for have left neither folders nor processes."""
-    yield
-    deadline = time.monotonic() + 5
-    while left := [*temporary_folder.iterdir(), *processes_naming(f"{temporary_folder}/")]:
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.05)
 
 
 def read_s3(uri: str) -> bytes:
@@ -421,225 +399,6 @@ def test_requirements_are_verified_and_never_installed(jobs: Jobs):
     assert importlib.metadata.version("six") == installed
 
 
-def request(name: str, **changes) -> dict:
-    """A valid CreateTrainingJob request that runs `true`, with changes."""
-    return {
-        "TrainingJobName": name,
-        "RoleArn": "arn:aws:iam::123456789012:role/any",
-        "AlgorithmSpecification": {
-            "TrainingImage": "any",
-            "TrainingInputMode": "File",
-            "ContainerEntrypoint": ["/bin/true"],
-        },
-        "OutputDataConfig": {"S3OutputPath": "s3://any/output"},
-        "ResourceConfig": {"InstanceType": "ml.m5.large", "InstanceCount": 1, "VolumeSizeInGB": 1},
-        "StoppingCondition": {"MaxRuntimeInSeconds": 60},
-        **changes,
-    }
-
-
-def group(name: str = "a", kind: str = "ml.m5.large", count: int = 1) -> dict:
-    return {"InstanceGroupName": name, "InstanceType": kind, "InstanceCount": count}
-
-
-def s3_channel(name: str, *groups: str, **source) -> dict:
-    source = {"S3DataType": "S3Prefix", "S3Uri": "s3://any/data", **source}
-    if groups:
-        source["InstanceGroupNames"] = list(groups)
-    return {"ChannelName": name, "DataSource": {"S3DataSource": source}}
-
-
-def metric(regex: str) -> dict:
-    return {
-        "AlgorithmSpecification": {
-            "TrainingImage": "any",
-            "TrainingInputMode": "File",
-            "ContainerEntrypoint": ["/bin/true"],
-            "MetricDefinitions": [{"Name": "m", "Regex": regex}],
-        }
-    }
-
-
-REFUSED = {
-    "instance type beside groups": (
-        {
-            "ResourceConfig": {
-                "InstanceGroups": [group()],
-                "InstanceType": "ml.m5.large",
-                "VolumeSizeInGB": 1,
-            }
-        },
-        "InstanceType or InstanceCount cannot be specified with InstanceGroups",
-    ),
-    "neither": ({"ResourceConfig": {"VolumeSizeInGB": 1}}, "or InstanceGroups"),
-    "two groups of one name": (
-        {"ResourceConfig": {"InstanceGroups": [group(), group()], "VolumeSizeInGB": 1}},
-        "must be unique",
-    ),
-    "six groups": (
-        {"ResourceConfig": {"InstanceGroups": [group(c) for c in "abcdef"], "VolumeSizeInGB": 1}},
-        "less than or equal to 5",
-    ),
-    "warm pool": (
-        {
-            "ResourceConfig": {
-                "InstanceGroups": [group()],
-                "KeepAlivePeriodInSeconds": 60,
-                "VolumeSizeInGB": 1,
-            }
-        },
-        "warm pools",
-    ),
-    "unknown instance type": (
-        {"ResourceConfig": {"InstanceGroups": [group(kind="ml.c5.huge")], "VolumeSizeInGB": 1}},
-        "ml.c5.huge",
-    ),
-    "some channels with groups": (
-        {
-            "ResourceConfig": {"InstanceGroups": [group("a"), group("b")], "VolumeSizeInGB": 1},
-            "InputDataConfig": [s3_channel("x", "a"), s3_channel("y")],
-        },
-        r"Some channels have assigned instance groups: \[x\] while others not: \[y\]",
-    ),
-    "channel of an unknown group": (
-        {
-            "ResourceConfig": {"InstanceGroups": [group("a")], "VolumeSizeInGB": 1},
-            "InputDataConfig": [s3_channel("x", "c")],
-        },
-        r"\['c'\]",
-    ),
-    "no entry point": (
-        {"AlgorithmSpecification": {"TrainingImage": "any", "TrainingInputMode": "File"}},
-        "ContainerEntrypoint",
-    ),
-    "pipe mode": (
-        {"InputDataConfig": [{**s3_channel("x"), "InputMode": "Pipe"}]},
-        "its mode is Pipe; the local SageMaker has File only",
-    ),
-    "manifest": (
-        {"InputDataConfig": [s3_channel("x", S3DataType="ManifestFile")]},
-        "S3DataType is ManifestFile; .* has S3Prefix only",
-    ),
-    "apostrophe": ({"HyperParameters": {"name": "it's"}}, "apostrophe"),
-    "no regular expression": (metric("score=("), r"Metric 'm': the regular expression 'score=\('"),
-    "a regular expression without a group": (metric("score"), "it has no group"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refusals(jobs: Jobs, case: str):
-    changes, words = REFUSED[case]
-    client = boto3.client("sagemaker")
-    with pytest.raises(botocore.exceptions.ClientError, match=words) as error:
-        client.create_training_job(**request("refused", **changes))
-    assert error.value.response["Error"]["Code"] == "ValidationException"
-    with pytest.raises(botocore.exceptions.ClientError):
-        client.describe_training_job(TrainingJobName="refused")  # nothing was started
-
-
-def test_a_second_job_of_the_same_name_is_refused(jobs: Jobs):
-    client = boto3.client("sagemaker")
-    boto3.client("s3").create_bucket(Bucket="any")
-    client.create_training_job(**request("same-name"))
-    with pytest.raises(botocore.exceptions.ClientError, match="names must be unique") as error:
-        client.create_training_job(**request("same-name"))
-    assert error.value.response["Error"]["Code"] == "ResourceInUse"
-    assert jobs.wait("same-name")["TrainingJobStatus"] == "Completed"
-
-
-# ---- The process that the user works in: what gets out of it, and what happens when it ends.
-
-SCRIPT = """
-import os, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
-sys.path[:0] = [{root!r}, {tests!r}]
-from pathlib import Path
-from shared import local_sagemaker
-session = local_sagemaker.start()
-from jobs import Jobs
-jobs = Jobs(session.role, Path(sys.argv[1]))
-"""
-
-
-def start_script(body: str, folder: Path, **environment: str) -> subprocess.Popen:
-    """Run `body` in a process of its own, as a user's notebook kernel would."""
-    text = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests")) + body
-    return subprocess.Popen(
-        [sys.executable, "-c", text, str(folder)],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-SLEEPING_JOB = """
-name = jobs.create({"train.py": "import time; print('ready', flush=True); time.sleep(100)"},
-                   "exec python train.py", {"a": ("ml.c5.xlarge", 2), "b": ("ml.m5.xlarge", 1)})
-jobs.wait_for_log(name, "ready")
-print("RUNNING", flush=True)
-"""
-
-
-@pytest.mark.parametrize("end", ["SIGKILL", "SIGINT", "exit", "stop"])
-def test_no_host_outlives_the_kernel(tmp_path: Path, temporary_folder: Path, end: str):
-    body = SLEEPING_JOB + {"stop": "session.stop()\nprint('STOPPED')", "exit": ""}.get(
-        end, "time.sleep(100)"
-    )
-    process = start_script(body, tmp_path)
-    for line in process.stdout:
-        if line.startswith("RUNNING"):
-            break
-    else:
-        pytest.fail("the job did not start")
-    started = time.monotonic()
-    if end.startswith("SIG"):
-        os.killpg(process.pid, getattr(signal, end))
-    try:
-        process.communicate(timeout=30)
-    finally:
-        process.kill()
-    while processes_naming(f"{temporary_folder}/local-sagemaker-"):
-        assert time.monotonic() < started + 5
-        time.sleep(0.05)
-
-
-def test_a_forked_child_of_the_kernel_does_not_hold_up_the_end(tmp_path: Path):
-    body = """
-name = jobs.create({"train.py": "import time; print('ready', flush=True); time.sleep(100)"},
-                   "exec python train.py")
-jobs.wait_for_log(name, "ready")
-if os.fork() == 0:
-    time.sleep(20)  # holds a copy of every pipe
-    os._exit(0)
-started = time.monotonic()
-session.stop()
-print("STOPPED IN", time.monotonic() - started, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    process = start_script(body, tmp_path)
-    seconds = next(float(x.split()[2]) for x in process.stdout if x.startswith("STOPPED IN"))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert seconds < 5
-
-
-def test_a_block_within_a_session_leaves_the_session_alone(tmp_path: Path):
-    body = """
-with local_sagemaker.start() as inner:
-    assert inner is session
-import boto3
-print("STILL", boto3.client("s3").list_buckets()["ResponseMetadata"]["HTTPStatusCode"])
-session.stop()
-with local_sagemaker.start(largest_cluster={"ml.m5.large": 1}) as again:
-    print("AGAIN", again is not session, again.scale_vcpus)
-"""
-    process = start_script(body, tmp_path)
-    output = process.communicate(timeout=60)[0]
-    assert "STILL 200" in output and "AGAIN True 2" in output, output
-
-
 def test_a_job_whose_supervisor_is_killed_fails_and_leaves_nothing(jobs: Jobs):
     name = jobs.create(
         {"train.py": "import time; print('ready', flush=True); time.sleep(100)"},
@@ -653,66 +412,6 @@ def test_a_job_whose_supervisor_is_killed_fails_and_leaves_nothing(jobs: Jobs):
     job = jobs.wait(name, seconds=20)
     assert job["TrainingJobStatus"] == "Failed"
     assert "hosts was killed" in job["FailureReason"]
-
-
-def test_nothing_leaves_this_machine_and_no_secret_gets_into_a_log(tmp_path: Path):
-    """Every connection of the user's process is watched; its environment is full of traps."""
-    body = """
-import socket
-outside = []
-connect = socket.socket.connect
-def watched(self, address):
-    if self.family != socket.AF_UNIX and not str(address[0]).startswith("127."):
-        outside.append(address)
-    return connect(self, address)
-socket.socket.connect = watched
-script = "import os; print('ENV', dict(os.environ))"
-name = jobs.create({"train.py": script}, "exec python train.py")
-print("STATUS", jobs.wait(name)["TrainingJobStatus"])
-print("SECRETS", sum("hunter2" in line for line in jobs.log(name)))
-import boto3
-try:
-    boto3.client("s3", endpoint_url="http://198.51.100.1:9").list_buckets()
-except Exception as error:
-    print("REFUSED", error)
-client = boto3.client("s3")
-client.list_buckets()
-session.stop()
-try:
-    client.list_buckets()  # it lives on, and must not turn to AWS
-except Exception as error:
-    print("REFUSED", error)
-print("OUTSIDE", outside)
-print("ENDPOINT", os.environ["AWS_ENDPOINT_URL"], os.environ["AWS_ACCESS_KEY_ID"])
-"""
-    process = start_script(
-        body,
-        tmp_path,
-        MY_PASSWORD="hunter2",
-        AWS_ACCESS_KEY_ID="AKIAhunter2",
-        AWS_SECRET_ACCESS_KEY="hunter2",
-        AWS_PROFILE="hunter2",
-        AWS_ENDPOINT_URL="http://198.51.100.1:9",
-        SAGEMAKER_USER_CONFIG_OVERRIDE="/nonexistent/hunter2.yaml",
-    )
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output
-    assert "STATUS Completed" in output
-    assert "SECRETS 0" in output
-    assert "OUTSIDE []" in output
-    assert output.count("REFUSED The local SageMaker let no request out") == 2, output
-    assert "ENDPOINT http://198.51.100.1:9 AKIAhunter2" in output  # given back at the end
-
-
-def test_clients_made_before_the_start_are_refused(tmp_path: Path):
-    text = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import boto3; client = boto3.client('s3', region_name='us-east-1')\n"
-        "from shared import local_sagemaker\nlocal_sagemaker.start()"
-    )
-    result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
-    assert result.returncode != 0
-    assert "Restart the kernel and start the local SageMaker first" in result.stderr
 
 
 def test_cores_are_shared_by_vcpus_on_one_scale(monkeypatch: pytest.MonkeyPatch):

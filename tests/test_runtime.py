@@ -7,6 +7,7 @@ import pytest
 
 from jobs import Jobs
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 CODE = Path(__file__).parent.parent / "pt.grpc.sagemaker" / "code"
 GROUPS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
 LAUNCHER = """
@@ -64,7 +65,8 @@ def test_a_command_that_is_not_there_is_the_reason_on_every_host(jobs: Jobs):
         "launcher.py": LAUNCHER.replace("sys.executable", "'/no/such/python'"),
     }
     job = jobs.run(files, "exec python launcher.py", GROUPS, environment={"HETERO_TOKEN": "secret"})
-    assert "No such file or directory: '/no/such/python'" in job["FailureReason"]
+    assert job["TrainingJobStatus"] == "Failed"
+    assert "/no/such/python could not be run (exited with status 127" in job["FailureReason"]
 
 
 def test_a_data_server_that_ends_once_is_restarted(jobs: Jobs):

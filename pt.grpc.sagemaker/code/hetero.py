@@ -21,7 +21,6 @@ up JOIN_SECONDS apart. Connections prove that they know the job's token (HMAC-SH
 nonces), which the notebook puts into the job's environment as HETERO_TOKEN.
 """
 
-import contextlib
 import hashlib
 import hmac
 import json
@@ -134,8 +133,9 @@ class Child:
 
     def start(self) -> None:
         self.error = ""
+        # By way of a shell, so that a command that is not there is a process that fails.
         self.process = subprocess.Popen(
-            self.command,
+            ["/bin/sh", "-c", 'exec "$@"', "sh", *self.command],
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -160,6 +160,8 @@ class Child:
         self.reader.join(timeout=1)
         code = self.process.returncode
         how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+        if code in (126, 127):
+            return f"{self.command[0]} could not be run ({how})"
         script = next((word for word in self.command if word.endswith(".py")), self.command[0])
         return f"{script} {how}" + (f": {self.error}" if self.error else "")
 
@@ -436,7 +438,7 @@ def run(
                     raise ConnectionError(f"no word for {LOST_SECONDS} s") from None
             if "completed" in message:
                 outcome = message
-            elif "start" in message and training:
+            elif "start" in message and training and not trainer:
                 trainer = Child(training, environment or {})
 
             # 3. How our processes do.
@@ -456,17 +458,14 @@ def run(
             if sigterm_at and trainer and not trainer.told_to_stop:
                 trainer.told_to_stop = True
                 trainer.process.send_signal(signal.SIGTERM)
-            elif sigterm_at and training and not trainer:
+            elif sigterm_at and (link is None or (training and not trainer)):
                 failed = f"{here} was stopped (SIGTERM) before training began."
             elif sigterm_at and now - sigterm_at[0] > SIGTERM_SECONDS:
                 failed = f"{here} was stopped (SIGTERM), and the training did not end."
     except (ConnectionError, TimeoutError) as error:
         failed = f"{here} lost the leader, {cluster.where(leader)}: {error}."
-    except OSError as error:  # a port that is taken, a command that is not there
-        failed = f"On {here}, the launcher failed: {error}."
-        with contextlib.suppress(OSError):
-            if link:
-                link.send(failed=f"the launcher failed: {error}")
+    except OSError as error:  # such as a port that is taken
+        failed = f"The launcher on {here} failed: {error}."
     finally:
         if failed and lead:
             lead.decide(completed=False, reason=failed)  # so that all hosts say the same
