@@ -6,7 +6,7 @@
 Trains on the 60,000 images of Fashion-MNIST (any folder of MNIST-format files will do) in two jobs
 of the local SageMaker: homogeneous in mode `local`, heterogeneous in mode `service`, with the same
 seed. Prints the accuracy of each on the 10,000 test images, and whether the two models are equal to
-the last bit. Takes about six minutes on two cores. Fails below 88 % or when the models differ.
+the last bit. Takes about five minutes on two cores. Fails below 88 % or when the models differ.
 """
 
 import argparse

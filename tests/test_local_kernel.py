@@ -70,6 +70,20 @@ def test_no_host_outlives_the_kernel(tmp_path: Path, temporary_folder: Path, end
         time.sleep(0.05)
 
 
+def test_no_host_outlives_a_kernel_whose_forked_child_does(tmp_path: Path, temporary_folder: Path):
+    body = SLEEPING_JOB + "if os.fork() == 0: time.sleep(60); os._exit(0)\ntime.sleep(100)"
+    process = start_script(body, tmp_path)
+    try:
+        assert any(line.startswith("RUNNING") for line in process.stdout)
+        process.kill()
+        started = time.monotonic()
+        while processes_naming(f"{temporary_folder}/local-sagemaker-"):
+            assert time.monotonic() < started + 5
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_a_forked_child_of_the_kernel_does_not_hold_up_the_end(tmp_path: Path):
     body = """
 name = jobs.create({"train.py": "import time; print('ready', flush=True); time.sleep(100)"},
