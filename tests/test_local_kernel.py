@@ -71,10 +71,13 @@ def test_no_host_outlives_the_kernel(tmp_path: Path, temporary_folder: Path, end
 
 
 def test_no_host_outlives_a_kernel_whose_forked_child_does(tmp_path: Path, temporary_folder: Path):
-    body = SLEEPING_JOB + "if os.fork() == 0: time.sleep(60); os._exit(0)\ntime.sleep(100)"
+    body = SLEEPING_JOB + (
+        "if os.fork() == 0: time.sleep(60); os._exit(0)\n"
+        "print('FORKED', flush=True); time.sleep(100)"
+    )
     process = start_script(body, tmp_path)
     try:
-        assert any(line.startswith("RUNNING") for line in process.stdout)
+        assert any(line.startswith("FORKED") for line in process.stdout)
         process.kill()
         started = time.monotonic()
         while processes_naming(f"{temporary_folder}/local-sagemaker-"):
