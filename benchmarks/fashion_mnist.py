@@ -39,7 +39,7 @@ COMPUTE = {
 
 
 def train(role: str, mode: str, folder: Path, epochs: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """Run one job; returns the accuracy that it logged and the weights of its model."""
+    """Run one job; return the accuracy that it logged and the weights of its model."""
     trainer = ModelTrainer(
         role=role,
         training_image="123456789012.dkr.ecr.us-east-1.amazonaws.com/any:1",  # not used locally

@@ -20,7 +20,7 @@ class Jobs:
         self.role, self.folder = role, folder
 
     def create(self, files: dict[str, str], command: str, groups: dict | None = None, **settings):
-        """Start a job and returns its name. groups: {name: (instance type, count)}."""
+        """Start a job and return its name. groups: {name: (instance type, count)}."""
         code = self.folder / f"code-{next(_numbers)}"
         code.mkdir()
         for name, text in files.items():
@@ -51,7 +51,7 @@ class Jobs:
         return trainer._latest_training_job.training_job_name
 
     def wait(self, name: str, seconds: float = 120) -> dict:
-        """Wait for the job's end and returns DescribeTrainingJob's answer."""
+        """Wait for the job's end and return DescribeTrainingJob's answer."""
         client, deadline = boto3.client("sagemaker"), time.monotonic() + seconds
         while time.monotonic() < deadline:
             job = client.describe_training_job(TrainingJobName=name)

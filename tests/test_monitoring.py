@@ -188,7 +188,7 @@ def test_plot_steps_draws_both_series_of_each_job():
 
 
 def start_job(name: str):
-    """Start a training job in moto; returns moto's record, which steers it."""
+    """Start a training job in moto; return moto's record, which steers it."""
     boto3.client("sagemaker").create_training_job(
         TrainingJobName=name,
         AlgorithmSpecification={"TrainingInputMode": "File", "TrainingImage": "image"},

@@ -49,7 +49,7 @@ SageMakerResponse.create_training_job = recorded
 
 
 def requests_of(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    """Run the notebook up to what needs the jobs' results; returns its CreateTrainingJobs."""
+    """Run the notebook up to what needs the jobs' results; return its CreateTrainingJobs."""
     monkeypatch.setenv("SAGEMAKER_TARGET", target)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL"):

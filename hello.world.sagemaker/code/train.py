@@ -91,7 +91,7 @@ def count_neurons(instance_type: str) -> int:
 
 
 def main() -> None:
-    """Print this host's facts, and fails when the two ways differ."""
+    """Print this host's facts, and fail when the two ways differ."""
     by_hand = read_by_hand()
     host, group = by_hand["current_host"], by_hand["current_instance_group"]
     print(f"Hello! host={host} group={group} instance_type={by_hand['current_instance_type']}")

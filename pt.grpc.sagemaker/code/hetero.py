@@ -107,7 +107,7 @@ def arguments() -> list[str]:
 
 
 def write_failure(sentence: str) -> None:
-    """Print the sentence and leaves it where SageMaker looks for it; it shows 1,024 characters."""
+    """Print the sentence and leave it where SageMaker looks for it; it shows 1,024 characters."""
     print(f"hetero: {sentence}", flush=True)
     (BASE_DIR / "output").mkdir(parents=True, exist_ok=True)
     (BASE_DIR / "output" / "failure").write_text(sentence[:1024])
@@ -324,7 +324,7 @@ class Leader:
             print(f"hetero: {reason} The job goes on with the other data hosts.", flush=True)
 
     def decide(self, completed: bool, reason: str) -> None:
-        """Settle how the job ends, unless that is settled already, and tells all hosts."""
+        """Settle how the job ends, unless that is settled already, and tell all hosts."""
         with self.lock:
             if not self.outcome:
                 self.outcome = {"completed": completed, "reason": reason[:1000]}
@@ -387,7 +387,7 @@ def run(
     service: list[str] | None = None,
     environment: dict[str, str] | None = None,
 ) -> int:
-    """Run this host's part of the job; returns the launcher's exit status, 0 or 1.
+    """Run this host's part of the job; return the launcher's exit status, 0 or 1.
 
     training: command for a host of `training_group`. It starts when all hosts are there, and its
         end is the job's. service: command that serves the training until then, and is restarted

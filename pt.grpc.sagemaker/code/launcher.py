@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Start this host's part of the job and waits for the job's end."""
+    """Start this host's part of the job and wait for the job's end."""
     args, cluster = parse_arguments(), hetero.read_cluster()
     homogeneous = list(cluster.groups) == [HOMOGENEOUS]
     dnn_group = HOMOGENEOUS if homogeneous else args.dnn_group

@@ -100,7 +100,7 @@ class Job(threading.Thread):
             return self.record.training_job_status == "Stopping"
 
     def abandon(self) -> None:
-        """Kill every host now and waits until nothing is left."""
+        """Kill every host now and wait until nothing is left."""
         with self.guard:
             self.abandoned = True
             self.tell_supervisor("quit")
@@ -249,7 +249,7 @@ class Job(threading.Thread):
             )
 
     def _follow(self) -> dict:
-        """Pass the hosts' output and CPU use on to CloudWatch; returns the job's end event."""
+        """Pass the hosts' output and CPU use on to CloudWatch; return the job's end event."""
         started, streams = int(time.time()), {}
         for host in self.hosts:
             streams[host.name] = f"{self.job_name}/{host.name}-{started}"

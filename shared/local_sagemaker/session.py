@@ -51,7 +51,7 @@ class LocalSageMaker:
             self.stop()
 
     def stop(self) -> None:
-        """Kill the jobs that still run and ends the session; clients made in it stay unusable."""
+        """Kill the jobs that still run and end the session; clients made in it stay unusable."""
         global _active
         for job in self.jobs.values():
             job.abandon()

@@ -108,7 +108,7 @@ def start_host(plan: dict) -> Host:
 
 
 def read_output(host: Host, events: Events) -> None:
-    """Turn what the host has printed into one event a line, and notices when its output ends."""
+    """Turn what the host has printed into one event a line, and notice when its output ends."""
     data = os.read(host.process.stdout.fileno(), 1 << 16)
     host.output_open = bool(data)
     lines = (host.unfinished_line + data).split(b"\n")
@@ -167,7 +167,7 @@ def sample_cpu(host: Host, events: Events) -> None:
 
 
 def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
-    """Run the job to its end, writes the `end` event, returns True; False when told to quit."""
+    """Run the job to its end, write the `end` event, return True; False when told to quit."""
     events = Events(folder)
     deadline = time.monotonic() + plan["max_runtime_seconds"]
     kill_at, cause, first_failed = None, "completed", None
@@ -230,7 +230,7 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
 
 
 def main() -> None:
-    """Run the job, and in any case kills every process of it and removes its folder."""
+    """Run the job, and in any case kill every process of it and remove its folder."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the kernel
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     # Orphans of a host come to us, so that kill_descendants finds them.
