@@ -153,7 +153,7 @@ class Child:
             text = re.sub(r"^\[rank\d+\]:\s*", "", line.decode("utf-8", "replace")).strip()
             error = re.match(r"([\w.]*(Error|Exception)\b|\S+\.py: error: )", text)
             if error and "ChildFailedError" not in text:
-                self.error = text[:LONGEST_ERROR]
+                self.error = text[:LONGEST_ERROR].rstrip(".")
 
     def describe_exit(self) -> str:
         """How the process ended, with the last error that it printed."""
