@@ -42,7 +42,7 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory):
 def nothing_is_left(temporary_folder: Path):
     """After every test, the jobs that it waited for have left neither folders nor processes."""
     yield
-    from jobs import processes_naming
+    from jobs import processes_naming  # tests/ gets on the path after this file is read
 
     deadline = time.monotonic() + 5
     while left := [*temporary_folder.iterdir(), *processes_naming(f"{temporary_folder}/")]:

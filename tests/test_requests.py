@@ -24,17 +24,17 @@ import json, os
 import boto3, moto
 from moto.iam.responses import IamResponse
 from moto.sagemaker.responses import SageMakerResponse
-from shared.local_sagemaker.session import _create_role, _simulate_principal_policy
+from shared.local_sagemaker.session import allow_everything, create_role
 
 moto.mock_aws().start()
 os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
-role_arn = _create_role()
+role_arn = create_role()
 caller = boto3.client("sts").assume_role(RoleArn=role_arn, RoleSessionName="SageMaker")
 os.environ["AWS_ACCESS_KEY_ID"] = caller["Credentials"]["AccessKeyId"]
 os.environ["AWS_SECRET_ACCESS_KEY"] = caller["Credentials"]["SecretAccessKey"]
 os.environ["AWS_SESSION_TOKEN"] = caller["Credentials"]["SessionToken"]
 boto3.DEFAULT_SESSION = None
-IamResponse.simulate_principal_policy = lambda self: _simulate_principal_policy(self, None)
+IamResponse.simulate_principal_policy = allow_everything
 
 requests, create = [], SageMakerResponse.create_training_job
 

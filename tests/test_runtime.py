@@ -44,13 +44,11 @@ def test_an_exception_in_training_is_the_failure_reason(jobs: Jobs):
     job = run(
         jobs,
         data_group=SERVE,
-        dnn_group="import os, time\nraise ValueError('no such thing')",
+        dnn_group="raise ValueError('no such thing')",
     )
     assert job["TrainingJobStatus"] == "Failed"
-    assert (
-        "(dnn_group), dnn_group.py exited with status 1: ValueError: no such thing."
-        in (job["FailureReason"])
-    )
+    reason = "(dnn_group), dnn_group.py exited with status 1: ValueError: no such thing."
+    assert reason in job["FailureReason"]
 
 
 def test_a_long_error_is_cut_and_still_the_reason(jobs: Jobs):

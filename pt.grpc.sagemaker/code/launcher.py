@@ -34,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model", default="mnist", help="mnist: the official example's; small: for CPUs"
     )
-    parser.add_argument("--augment", type=int, default=0, help="how fine, and dear; 0: none")
+    parser.add_argument("--augment", type=int, default=0, help="how finely it is computed; 0: none")
     parser.add_argument("--batch-size", type=int, default=128, help="samples per rank and step")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--max-steps", type=int, default=0, help="0: no limit")
@@ -71,12 +71,8 @@ def main() -> int:
     if cluster.group == args.data_group:
         train_data = [sys.executable, "train_data.py"]
         train_data += ["--train-dir", str(channels / "training"), "--augment", str(args.augment)]
-        train_data += [
-            "--bind",
-            f"{cluster.bind_address}:{feed_port}",
-            "--workers",
-            str(args.workers),
-        ]
+        train_data += ["--bind", f"{cluster.bind_address}:{feed_port}"]
+        train_data += ["--workers", str(args.workers)]
         return hetero.run(cluster, dnn_group, service=train_data)
 
     dnn_hosts = cluster.groups[dnn_group]

@@ -16,7 +16,7 @@ def main() -> None:
     """Read the data set, print what a sample costs, and serve."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train-dir", required=True, help="folder of the MNIST files")
-    parser.add_argument("--augment", type=int, default=0, help="how fine, and dear; 0: none")
+    parser.add_argument("--augment", type=int, default=0, help="how finely it is computed; 0: none")
     parser.add_argument("--bind", required=True, metavar="HOST:PORT", help="address to serve at")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
     args = parser.parse_args()

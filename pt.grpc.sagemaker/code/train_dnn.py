@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--train-dir", help="folder of the training files (local)")
     add("--test-dir", help="folder of the test files; evaluates at the end if given")
     add("--model", default="mnist", help="mnist or small")
-    add("--augment", type=int, default=0, help="how fine, and dear (local); 0: none")
+    add("--augment", type=int, default=0, help="how finely it is computed (local)")
     add("--batch-size", type=int, default=128, help="samples per step of each rank")
     add("--epochs", type=int, default=1)
     add("--max-steps", type=int, default=0, help="stop after this many steps; 0: no limit")

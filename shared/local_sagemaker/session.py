@@ -4,7 +4,7 @@ import contextlib
 import gc
 import json
 import sys
-from types import TracebackType
+from collections.abc import Callable
 from unittest import mock
 
 import boto3
@@ -39,12 +39,7 @@ class LocalSageMaker:
     def __enter__(self) -> "LocalSageMaker":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.started_again:
             self.started_again -= 1  # a session that was there before the block goes on after it
         else:
@@ -66,18 +61,17 @@ class LocalSageMaker:
             session.unregister("before-send", botocore_stubber)  # else it would answer twice
             session.register("before-send", botocore_stubber)
         self._undo.enter_context(moto.mock_aws())
-        for owner, name, replacement in (
-            (SageMakerResponse, "create_training_job", self._create_training_job),
-            (SageMakerResponse, "stop_training_job", self._stop_training_job),
-            (IamResponse, "simulate_principal_policy", _simulate_principal_policy),
+        create = SageMakerResponse.create_training_job
+        for owner, name, method in (
+            (SageMakerResponse, "create_training_job", lambda r: self._create(r, create)),
+            (SageMakerResponse, "stop_training_job", lambda r: self._stop(r)),
+            (IamResponse, "simulate_principal_policy", allow_everything),
         ):
-            original = getattr(owner, name, None)
-            method = _as_method(replacement, original)
             self._undo.enter_context(mock.patch.object(owner, name, method, create=True))
-        self.role = _create_role()
+        self.role = create_role()
         boto3.client("logs").create_log_group(logGroupName=LOG_GROUP)
 
-    def _create_training_job(self, response: SageMakerResponse, original) -> ActionResult:
+    def _create(self, response: SageMakerResponse, create: Callable) -> ActionResult:
         request = json.loads(response.body)
         name, backend = request["TrainingJobName"], response.sagemaker_backend
         existing = backend.training_jobs.get(name)
@@ -91,7 +85,7 @@ class LocalSageMaker:
                     'the start: local_sagemaker.start(largest_cluster={"ml.c5.9xlarge": 1, ...}).'
                 )
             self.scale_vcpus = vcpus
-        result = original(response)
+        result = create(response)
         try:
             job = Job(backend.training_jobs[name], request, response.region, self.scale_vcpus)
         except BaseException:
@@ -102,7 +96,7 @@ class LocalSageMaker:
         job.start()
         return result
 
-    def _stop_training_job(self, response: SageMakerResponse, original) -> ActionResult:
+    def _stop(self, response: SageMakerResponse) -> ActionResult:
         name = json.loads(response.body)["TrainingJobName"]
         if name not in self.jobs:
             raise ValidationError(f"Requested resource not found: no training job {name!r}.")
@@ -119,7 +113,7 @@ def start(largest_cluster: dict[str, int] | None = None) -> LocalSageMaker:
     """Make this process's AWS this machine, until `stop()` or the end of the process.
 
     `largest_cluster`: instances by type of the largest cluster that will run, for example
-    {"ml.c5.9xlarge": 1, "ml.p3.2xlarge": 1}.  It fixes how many cores an instance gets, so that
+    {"ml.c5.9xlarge": 1, "ml.p3.2xlarge": 1}. It fixes how many cores an instance gets, so that
     jobs of different size can be compared; without it the first job stands for the whole machine.
 
     Called again in the same process it returns the session that runs. Raises RuntimeError where AWS
@@ -171,11 +165,6 @@ def _instances(kind: type) -> list:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
-def _as_method(function, original):
-    """`function(response, original)` as a method of a moto response class."""
-    return lambda response: function(response, original)
-
-
 _moto_answer = BotocoreStubber.__call__
 
 
@@ -191,14 +180,15 @@ def _answer_or_refuse(stubber: BotocoreStubber, event_name: str, request, **kwar
     return answer
 
 
-def _simulate_principal_policy(response: IamResponse, original) -> ActionResult:
-    """Everything is allowed: the SDK asks before it accepts a role."""
+def allow_everything(response: IamResponse) -> ActionResult:
+    """Answer SimulatePrincipalPolicy, which the SDK asks before it accepts a role."""
     actions = response._get_param("ActionNames")
     results = [{"EvalActionName": action, "EvalDecision": "allowed"} for action in actions]
     return ActionResult({"EvaluationResults": results, "IsTruncated": False})
 
 
-def _create_role() -> str:
+def create_role() -> str:
+    """Create an execution role that SageMaker may assume; return its ARN."""
     trust = {
         "Version": "2012-10-17",
         "Statement": [
