@@ -63,11 +63,19 @@ install_horovod() {
         horovod==0.28.1
 }
 
-# The toolkit asks for protobuf >= 5.28, which TensorFlow 2.15 excludes. All that we use of it, its
-# `environment` module, needs no protobuf, nor anything else that is not installed already.
+# The toolkit asks for protobuf >= 5.28, which TensorFlow 2.15 excludes. What we use of it, the start
+# of a job in AWS's containers, needs no protobuf, and of what is not installed already only these two.
 install_toolkit() {
-    "$python" -m pip install --no-deps sagemaker-training==5.1.4 &&
-        "$python" -c 'import sagemaker_training.environment'
+    "$python" -m pip install --no-deps sagemaker-training==5.1.4 retrying==1.4.2 \
+        inotify_simple==2.0.1 &&
+        "$python" -c 'import sagemaker_training.trainer'
+}
+
+# The last SDK v2, for the test that the example works with it too; in a folder of its own, because
+# it is the same package as SDK v3, whose dependencies serve.
+install_sdk_v2() {
+    "$python" -m pip install --no-deps --upgrade --target .venv/sdk-v2 \
+        sagemaker==2.257.7 sagemaker-core==1.0.78
 }
 
 [ "$(uname -s)" = Linux ] ||
@@ -92,3 +100,4 @@ echo "Setting up .venv (once; about 5 minutes):"
 step "packages of requirements.txt" install_packages
 step "Horovod" install_horovod
 step "SageMaker training toolkit" install_toolkit
+step "SageMaker SDK v2" install_sdk_v2

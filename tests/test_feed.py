@@ -1,19 +1,11 @@
-"""The loader of the PyTorch example: data hosts as processes of their own, against a DataLoader.
-
-Run as a program, this file is a data host: `python test_feed.py NAME=HOST:PORT ...` serves each of
-the DATASETS named.
-"""
+"""The loader of the PyTorch example: batches from data hosts, against those of a DataLoader."""
 
 import json
 import random
-import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import namedtuple
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -21,144 +13,28 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from data_hosts import (
+    BATCH_SIZE,
+    REFUSED,
+    SAMPLES,
+    STRUCTURES,
+    TOKEN,
+    DataHost,
+    Plain,
+    Random,
+    assert_same,
+    feed,
+    has_ended,
+    wait_until,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pt.grpc.sagemaker" / "code"))
 
 from batches import BatchPlan, LocalLoader  # noqa: E402
 from feed_client import DatasetError, FeedLoader  # noqa: E402
-from feed_server import FeedServer, serve  # noqa: E402
-
-TOKEN = "a token"
-SAMPLES, BATCH_SIZE = 103, 7  # nothing divides 103; 3 ranks have 35 samples each, or drop to 34
-Point = namedtuple("Point", "x y")
-
-
-class Plain(Dataset):
-    """Samples that are the same each time."""
-
-    def __init__(self, length: int = SAMPLES):
-        self.images = torch.rand(length, 3, 5, generator=torch.Generator().manual_seed(1))
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> dict:
-        return {"image": self.images[index], "index": index, "name": f"sample {index}"}
-
-
-class Random(Plain):
-    """Samples that take random numbers from all three generators, and come several at a time."""
-
-    def __getitems__(self, indices: list[int]) -> list:
-        return [(torch.rand(2), np.random.rand(), random.random(), index) for index in indices]
-
-
-class Raising(Plain):
-    """Sample 42 is broken."""
-
-    def __getitem__(self, index: int) -> dict:
-        if index == 42:
-            raise LookupError("sample 42 is broken")
-        return super().__getitem__(index)
-
-
-class Slow(Plain):
-    """A batch of these takes longer than a test may last."""
-
-    def __getitem__(self, index: int) -> dict:
-        if index >= BATCH_SIZE:
-            time.sleep(60)
-        return super().__getitem__(index)
-
-
-DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-DTYPES += [torch.complex64, torch.complex128]
-STRUCTURES = [
-    [torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES],
-    (torch.tensor(2.5), torch.tensor(True), torch.empty(0, 3), torch.empty(2, 0, dtype=torch.bool)),
-    (torch.arange(12).reshape(3, 4).t(), torch.arange(9)[::2], torch.linspace(0, 1, 700_000)),
-    {"a": {"b": [(), [], {}, (1, [2, (3,)])]}, 4: None, (5, "six"): b"\x00\xff", None: "dé€"},
-    [True, False, 0, -1, 2**63 - 1, -(2**63), 0.0, -1.5, float("inf"), 1e-320, "", b""],
-    [np.arange(5), np.float32([[1, 2]]).T, np.array("text"), np.array(3.5), np.zeros((0, 2), bool)],
-    [np.array(["2020-01-01"], "M8[D]"), np.array([1, 2], ">i4"), np.array([b"ab", b"c"])],
-    [f"a name, {i}" * 50 for i in range(9000)],  # more than one frame of structure
-    (torch.arange(3_000_000), np.arange(5), torch.arange(700_000)),  # 30 frames
-]
-REFUSED = {
-    "batch[0]['point'] is a __mp_main__.Point": [{"point": Point(1, 2)}],
-    "batch[1] is an int of more than 64 bits": [0, 2**63],
-    "batch['a'] is an array of object": {"a": np.array([None])},
-    "key frozenset() of batch is a builtins.frozenset": {frozenset(): 1},
-    "batch is a torch.float32 tensor, torch.sparse_coo": torch.eye(2).to_sparse(),
-    "batch is a numpy.float64": np.float64(1),
-}
-
-
-class Structures(Dataset):
-    """Batch i, of one sample, is STRUCTURES[i], then come the REFUSED ones."""
-
-    def __len__(self) -> int:
-        return len(STRUCTURES) + len(REFUSED)
-
-    def __getitem__(self, index: int) -> object:
-        return [*STRUCTURES, *REFUSED.values()][index]
-
-
-def only_sample(samples: list) -> object:
-    return samples[0]
-
-
-DATASETS = {
-    "plain": Plain(),
-    "random": Random(),
-    "raising": Raising(),
-    "slow": Slow(),
-    "short": Plain(SAMPLES - 1),
-    "structures": Structures(),
-}
-
-
-def main() -> None:
-    services = [argument.split("=") for argument in sys.argv[2:]]
-    for number, (name, address) in enumerate(services, start=1):
-        collate_fn = only_sample if name == "structures" else None
-        start = serve if number == len(services) else FeedServer
-        start(DATASETS[name], address, TOKEN, collate_fn, num_workers=int(sys.argv[1]))
-
-
-class DataHost:
-    """This file run as a program, with `num_workers` and an address for each of `names`."""
-
-    def __init__(self, *names: str, num_workers: int = 1):
-        self.addresses = {name: f"127.0.0.1:{free_port()}" for name in names}
-        services = [f"{name}={address}" for name, address in self.addresses.items()]
-        command = [sys.executable, __file__, str(num_workers), *services]
-        self.process = psutil.Popen(command, stdout=subprocess.DEVNULL)
-
-    def processes(self) -> list[psutil.Process]:
-        return [self.process, *self.process.children(recursive=True)]
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+from feed_server import FeedServer  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -172,30 +48,6 @@ def data_hosts() -> list[DataHost]:
         host.process.terminate()
     assert [host.process.wait() for host in hosts] == [0, 0, 0]
     wait_until(lambda: all(map(has_ended, processes)))
-
-
-def feed(name: str, hosts: list[DataHost], **options) -> FeedLoader:
-    return FeedLoader([host.addresses[name] for host in hosts], TOKEN, **options)
-
-
-def assert_same(actual: object, expected: object) -> None:
-    """Compare two batches: types, dtypes, shapes and bits."""
-    assert type(actual) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, np.ndarray):
-        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-        assert actual.tobytes() == expected.tobytes()
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected)
-        assert_same(list(actual.values()), list(expected.values()))
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected)
-        for actual_item, expected_item in zip(actual, expected, strict=True):
-            assert_same(actual_item, expected_item)
-    else:
-        assert repr(actual) == repr(expected)
 
 
 def epochs_of(loader: object, epochs: int = 2) -> list:
@@ -264,36 +116,77 @@ def test_local_loader_leaves_the_random_numbers_of_the_training_alone(num_worker
     assert draw_among_batches(loader) == draw_among_batches(range(len(loader)))
 
 
-@pytest.mark.parametrize("kind", ["local", "local with workers", "service"])
-def test_resumes_at_the_next_batch(data_hosts, kind):
+@pytest.fixture(params=["local", "local with workers", "service"])
+def make(request, data_hosts):
+    """A function that makes a loader of Random, of one kind after another."""
+
     def make(**plan) -> LocalLoader | FeedLoader:
         plan = {"batch_size": BATCH_SIZE, "shuffle": True, "world_size": 2, **plan}
-        if kind == "service":
+        if request.param == "service":
             return feed("random", data_hosts, **plan)
-        return LocalLoader(Random(), num_workers=2 if "workers" in kind else 0, **plan)
+        return LocalLoader(Random(), num_workers=2 if "workers" in request.param else 0, **plan)
 
-    expected = epochs_of(make())
-    length = len(expected[0])
-    for done in (0, 1, 5, length):
-        interrupted = make()
-        interrupted.set_epoch(1)
-        batches = iter(interrupted)
-        for _ in range(done):
-            next(batches)
-        state = json.loads(json.dumps(interrupted.state_dict()))
-        for resumed in (interrupted, make()):  # in the same process, or in another
+    return make
+
+
+def state_after(loader: LocalLoader | FeedLoader, batches: int, epoch: int = 1) -> dict:
+    """Return the loader's state, by way of JSON, once so many batches have been handed out."""
+    loader.set_epoch(epoch)
+    for _, _ in zip(range(batches), loader, strict=False):
+        continue
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_resumes_at_the_next_batch(make, drop_last):
+    options = {"drop_last": drop_last, "rank": 1}  # the rank whose last sample is padding
+    expected = epochs_of(make(**options))
+    for done in (0, 1, 5, len(expected[1])):
+        interrupted = make(**options)
+        state = state_after(interrupted, done)
+        assert state == state_after(make(drop_last=drop_last, rank=0), done)  # that of all ranks
+        for resumed in (interrupted, make(**options)):  # in the same process, or in another
             resumed.load_state_dict(state)
+            assert resumed.state_dict() == state
             resumed.set_epoch(1)
             assert_same(list(resumed), expected[1][done:])
-            assert resumed.state_dict()["next_batch"] == length
+            assert resumed.state_dict()["samples_done"] == SAMPLES
             assert_same(list(resumed), expected[1])
             resumed.set_epoch(0)
             assert_same(list(resumed), expected[0])
             assert_same(list(resumed), expected[0])
 
-    make(rank=1).load_state_dict(state)  # rank 0's checkpoint serves all ranks
-    with pytest.raises(ValueError, match="'batch_size': 7.*'batch_size': 4"):
-        make(batch_size=4).load_state_dict(state)
+
+def test_state_is_of_one_order_of_samples(make):
+    state = state_after(make(), 3)
+    make(batch_size=4, world_size=3, drop_last=True).load_state_dict(state)
+    for name, other in {"seed": 6, "shuffle": False}.items():
+        with pytest.raises(ValueError, match=f"'{name}': {state[name]}.*'{name}': {other}"):
+            make(**{name: other}).load_state_dict(state)
+    with pytest.raises(ValueError, match="'dataset_length': 103.*'dataset_length': 102"):
+        LocalLoader(Plain(SAMPLES - 1), BATCH_SIZE, shuffle=True).load_state_dict(state)
+    with pytest.raises(ValueError, match="first_sample must be from 0 to dataset_length"):
+        make().load_state_dict({**state, "samples_done": SAMPLES + 1})
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_ranks_and_batch_size_may_change_within_an_epoch(make, shuffle):
+    seen, values = [], []
+    state = state_after(make(shuffle=shuffle), 0)
+    for world_size, batch_size, batches in [(2, 7, 3), (4, 5, 1), (3, 2, 2), (1, 4, 99)]:
+        states = []
+        for rank in range(world_size):
+            loader = make(shuffle=shuffle, world_size=world_size, rank=rank, batch_size=batch_size)
+            loader.load_state_dict(state)
+            for _, (random_values, _, _, indices) in zip(range(batches), loader, strict=False):
+                seen += indices.tolist()
+                values += random_values.flatten().tolist()
+            states.append(loader.state_dict())
+        assert states == states[:1] * world_size
+        assert states[0]["samples_done"] == len(seen)
+        state = states[0]
+    assert sorted(seen) == list(range(SAMPLES))
+    assert len(set(values)) > 0.99 * len(values)  # nor are random numbers repeated
 
 
 def test_dataset_exception_arrives_once_in_its_place(data_hosts):
@@ -321,7 +214,7 @@ def test_structures_arrive_as_they_left(data_hosts):
 def test_refused_structure_is_named(data_hosts, sentence):
     loader = feed("structures", data_hosts[:1], batch_size=1)
     number = len(STRUCTURES) + list(REFUSED).index(sentence)
-    loader.load_state_dict({**loader.state_dict(), "next_batch": number})
+    loader.load_state_dict({**loader.state_dict(), "samples_done": number})
     with pytest.raises(DatasetError, match="TypeError") as caught:
         next(iter(loader))
     assert sentence in str(caught.value)
@@ -347,12 +240,24 @@ def test_port_in_use_is_refused(data_hosts):
         FeedServer(Plain(), address, TOKEN, num_workers=1)
 
 
-def test_host_that_never_comes_up_is_named(data_hosts):
-    address = f"127.0.0.1:{free_port()}"
-    start = time.monotonic()
-    with pytest.raises(ConnectionError, match=f"{address} did not answer in time"):
-        FeedLoader([data_hosts[0].addresses["plain"], address], TOKEN, 8, connect_timeout=0.5)
-    assert time.monotonic() - start < 3
+def test_workers_end_with_a_program_that_is_killed():
+    code = f"""if True:
+        import sys, time
+        sys.path[:0] = {sys.path!r}
+        from batches import LocalLoader
+        from data_hosts import Bulky
+        batches = iter(LocalLoader(Bulky(), 1, num_workers=2))
+        next(batches)
+        print("started", flush=True)
+        time.sleep(60)"""
+    program = psutil.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert program.stdout.readline() == b"started\n"
+    time.sleep(0.5)  # now the workers have more batches, which nobody takes from them
+    workers = program.children()
+    assert len(workers) == 2
+    program.kill()
+    program.communicate(timeout=30)
+    wait_until(lambda: all(map(has_ended, workers)))
 
 
 def test_iterable_dataset_is_refused():
@@ -408,21 +313,3 @@ def test_program_that_leaves_in_the_middle_of_an_epoch_ends(data_hosts):
         next(batches)
         sys.exit(5)"""
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 5
-
-
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
-def test_end_of_a_busy_host_is_prompt_and_named(signal_number):
-    host = DataHost("slow")
-    batches = iter(feed("slow", [host], batch_size=BATCH_SIZE))
-    next(batches)
-    processes = host.processes()
-    host.process.send_signal(signal_number)
-    with pytest.raises(ConnectionError, match=f"data host {host.addresses['slow']} failed"):
-        next(batches)
-    host.process.wait(timeout=3)
-    wait_until(lambda: all(map(has_ended, processes)))
-    wait_until(lambda: threading.active_count() == 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,22 +9,21 @@ from jobs import Jobs
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 CODE = Path(__file__).parent.parent / "pt.grpc.sagemaker" / "code"
+RUNTIME = {name: (CODE / name).read_text() for name in ("hetero.py", "pulse.py")}
 GROUPS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
 LAUNCHER = """
 import sys
 import hetero
 cluster = hetero.read_cluster()
 command = [sys.executable, "-u", f"{cluster.group}.py"]
-if cluster.group == "data_group":
-    sys.exit(hetero.run(cluster, "dnn_group", service=command))
-sys.exit(hetero.run(cluster, "dnn_group", training=command))
+hetero.run(cluster, "dnn_group", dict.fromkeys(["data_group", "dnn_group"], command))
 """
-SERVE = "import time\nprint('serving')\ntime.sleep(100)"
+SERVE = "import time\nprint('serving', flush=True)\ntime.sleep(100)"
 
 
 def run(jobs: Jobs, groups: dict | None = GROUPS, token: str = "secret", **scripts: str) -> dict:
     """Run a job of hetero.py and the given scripts, by instance group."""
-    files = {"hetero.py": (CODE / "hetero.py").read_text(), "launcher.py": LAUNCHER}
+    files = {**RUNTIME, "launcher.py": LAUNCHER}
     files.update({f"{name}.py": text for name, text in scripts.items()})
     environment = {"HETERO_TOKEN": token} if token else {}
     return jobs.run(files, "exec python launcher.py", groups, environment=environment)
@@ -58,13 +57,13 @@ def test_a_long_error_is_cut_and_still_the_reason(jobs: Jobs):
 
 
 def test_a_command_that_is_not_there_is_the_reason_on_every_host(jobs: Jobs):
-    files = {
-        "hetero.py": (CODE / "hetero.py").read_text(),
-        "launcher.py": LAUNCHER.replace("sys.executable", "'/no/such/python'"),
-    }
+    files = {**RUNTIME, "launcher.py": LAUNCHER.replace("sys.executable", "'/no/such/python'")}
     job = jobs.run(files, "exec python launcher.py", GROUPS, environment={"HETERO_TOKEN": "secret"})
     assert job["TrainingJobStatus"] == "Failed"
-    assert "/no/such/python could not be run (exited with status 127" in job["FailureReason"]
+    assert (
+        "(data_group) failed: [Errno 2] No such file or directory: '/no/such/python'."
+        in (job["FailureReason"])
+    )
 
 
 def test_a_data_server_that_ends_once_is_restarted(jobs: Jobs):
@@ -88,7 +87,7 @@ def test_data_servers_that_keep_ending_fail_the_job(jobs: Jobs):
     assert job["TrainingJobStatus"] == "Failed"
     assert "(data_group), data_group.py exited with status 1" in job["FailureReason"]
     assert "ZeroDivisionError" in job["FailureReason"]
-    assert "No data host is left" in job["FailureReason"]
+    assert "No host of data_group is left" in job["FailureReason"]
     assert time.monotonic() - started < 30
 
 
@@ -104,7 +103,18 @@ def test_a_job_of_several_groups_needs_a_token(jobs: Jobs):
         (
             {"data_group": ("ml.c5.xlarge", 1), "gpu": ("ml.m5.xlarge", 1)},
             {},
-            "No command for ['gpu'] among the instance groups ['data_group', 'gpu']",
+            "No instance group is named 'dnn_group', the one to train: there are "
+            "['data_group', 'gpu'].",
+        ),
+        (
+            {
+                "data_group": ("ml.c5.xlarge", 1),
+                "gpu": ("ml.m5.xlarge", 1),
+                "x": ("ml.m5.large", 1),
+            },
+            {"dnn-group": "gpu"},
+            "launcher.py has commands for ['data_group', 'gpu'], but none for ['x'] among the "
+            "instance groups ['data_group', 'gpu', 'x']",
         ),
         (None, {"data-mode": "service"}, "data-mode 'service' needs a data group"),
         (None, {"data-mode": "fast"}, "argument --data-mode: invalid choice: 'fast'"),
@@ -113,7 +123,7 @@ def test_a_job_of_several_groups_needs_a_token(jobs: Jobs):
 )
 def test_launcher_refuses_what_it_does_not_know(jobs: Jobs, groups, hyperparameters, words):
     job = jobs.run(
-        {name: (CODE / name).read_text() for name in ("hetero.py", "launcher.py")},
+        {**RUNTIME, "launcher.py": (CODE / "launcher.py").read_text()},
         "exec python launcher.py",
         groups,
         hyperparameters=hyperparameters,
@@ -121,3 +131,16 @@ def test_launcher_refuses_what_it_does_not_know(jobs: Jobs, groups, hyperparamet
     )
     assert job["TrainingJobStatus"] == "Failed"
     assert words in job["FailureReason"]
+
+
+def test_a_third_group_runs_what_the_launcher_says_for_it(jobs: Jobs):
+    launcher = LAUNCHER.replace('"dnn_group"], command', '"dnn_group", "more"], command')
+    assert launcher != LAUNCHER
+    files = {**RUNTIME, "launcher.py": launcher, "data_group.py": SERVE, "more.py": SERVE}
+    files["dnn_group.py"] = "print('training')"
+    groups = {**GROUPS, "more": ("ml.m5.large", 1)}
+    environment = {"HETERO_TOKEN": "secret"}
+    job = jobs.run(files, "exec python launcher.py", groups, environment=environment)
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    log = jobs.log(job["TrainingJobName"])
+    assert (log.count("serving"), log.count("training")) == (3, 2)

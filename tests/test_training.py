@@ -1,8 +1,10 @@
 """The PyTorch example's data set and training scripts, run as its users run them."""
 
 import gzip
+import math
 import os
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -11,6 +13,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -72,9 +75,14 @@ def run(*command: str | Path) -> subprocess.CompletedProcess:
     )
 
 
-def train(*arguments: str | Path) -> str:
-    """Run train_dnn.py, which must succeed, and return what it printed."""
-    done = run("train_dnn.py", *arguments)
+def torchrun(ranks: int) -> list[str]:
+    """Return what to put before a program to run it on so many ranks."""
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def train(*arguments: str | Path, ranks: int = 0) -> str:
+    """Run train_dnn.py, which must succeed, and return what it printed; 0 ranks: no torchrun."""
+    done = run(*(torchrun(ranks) if ranks else []), "train_dnn.py", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -250,16 +258,77 @@ def test_run_resumed_after_sigterm_equals_the_uninterrupted_one(local_run, digit
 def test_two_ranks_train_like_one_with_twice_the_batch(digits, tmp_path):
     common = ["--train-dir", digits, "--model", "small", "--max-steps", "12", "--log-every", "4"]
     one = train(*common, "--batch-size", "32", "--model-dir", tmp_path / "one")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    two = run(
-        *torchrun, "train_dnn.py", *common, "--batch-size", "16", "--model-dir", tmp_path / "two"
-    )
-    assert two.returncode == 0, two.stderr
-    assert [line[0] for line in STEP_LINE.findall(two.stdout)] == ["4", "8", "12"]
+    two = train(*common, "--batch-size", "16", "--model-dir", tmp_path / "two", ranks=2)
+    assert [line[0] for line in STEP_LINE.findall(two)] == ["4", "8", "12"]
     assert [line[0] for line in STEP_LINE.findall(one)] == ["4", "8", "12"]
     weights = torch.load(tmp_path / "two" / "model.pt")
     for name, expected in torch.load(tmp_path / "one" / "model.pt").items():
         torch.testing.assert_close(weights[name], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def two_rank_run(digits, tmp_path_factory) -> tuple[list, Path]:
+    """A command for `train`, and the folder of the model that two ranks train with it."""
+    command = [*TRAINING, "--train-dir", digits, "--augment", "1", "--workers", "1"]
+    folder = tmp_path_factory.mktemp("two-ranks")
+    output = train(*command, "--model-dir", folder, ranks=2)
+    assert "training finished: step=40 " in output  # 20 steps of 2 * 16 samples per epoch
+    return command, folder
+
+
+def test_any_number_of_ranks_resumes_from_a_checkpoint(two_rank_run, tmp_path):
+    command, reference = two_rank_run
+    written = tmp_path / "written"
+    output = train(*command, "--max-steps", "27", "--checkpoint-dir", written,
+                   "--model-dir", tmp_path, ranks=2)  # fmt: skip
+    assert [line[:2] for line in STEP_LINE.findall(output)] == [
+        ("10", "1"),
+        ("20", "1"),
+        ("27", "2"),
+    ]
+    for ranks in (1, 2, 4):
+        folder = tmp_path / f"{ranks}"
+        shutil.copytree(written, folder)
+        resume = [*command, "--checkpoint-dir", folder, "--model-dir", folder]
+        output = train(*resume, ranks=ranks)
+        assert f"resumed from {folder} at step 27\n" in output
+        steps = 27 + math.ceil((TRAIN_IMAGES - 7 * 2 * BATCH_SIZE) / (ranks * BATCH_SIZE))
+        assert f"training finished: step={steps} loss=" in output
+    assert_same_model(tmp_path / "2", reference)
+
+    # Finished, but as if the job had been stopped before the model was written.
+    (folder / "model.pt").rename(folder / "expected.pt")
+    output = train(*resume)
+    assert f"training was complete already: step={steps}\n" in output
+    assert "nan" not in output
+    assert (folder / "model.pt").read_bytes() == (folder / "expected.pt").read_bytes()
+
+
+def test_sigterm_leaves_the_data_workers_until_the_checkpoint_is_written(two_rank_run, tmp_path):
+    command, reference = two_rank_run
+    command = [*command, "--checkpoint-dir", tmp_path, "--model-dir", tmp_path]
+    stopped = psutil.Popen(
+        [sys.executable, *torchrun(2), "train_dnn.py", *map(str, command), "--log-every", "1"],
+        cwd=CODE,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not stopped.stdout.readline().startswith("step=3 "):
+        assert stopped.poll() is None
+    processes = stopped.children(recursive=True)
+    workers = [process for process in processes if process.ppid() != stopped.pid]
+    assert len(processes) == 4 and len(workers) == 2
+    stopped.send_signal(signal.SIGTERM)
+    output, errors = stopped.communicate(timeout=60)
+    step = int(re.search(r"training stopped by SIGTERM after step (\d+)$", errors, re.MULTILINE)[1])
+    assert torch.load(tmp_path / "checkpoint.pt")["step"] == step < 40
+    psutil.wait_procs(processes, timeout=5)
+    assert not any(process.is_running() for process in processes)
+
+    assert f"resumed from {tmp_path} at step {step}\n" in train(*command, ranks=2)
+    assert_same_model(tmp_path, reference)
 
 
 def test_synthetic_mode_needs_no_data(tmp_path):

@@ -2,9 +2,10 @@
 
 Batch i of a rank in an epoch is a pure function of a `BatchPlan`, the epoch and i. The samples
 and their order are those of `torch.utils.data.DistributedSampler` and `DataLoader`; the random
-generators of Python, NumPy and torch are seeded anew for each batch, from (seed, epoch, rank, i).
-So any process can prepare any batch, and a run can resume at any step.  (Two models of CPU may
-still round differently: for equality to the last bit, use one.)
+generators of Python, NumPy and torch are seeded anew for each batch, from (seed, epoch, rank, the
+batch's place in the epoch). So any process can prepare any batch, and a run can resume at any step,
+on more or fewer ranks too. (Two models of CPU may still round differently: for equality to the last
+bit, use one.)
 
 `LocalLoader` prepares batches on this machine, `feed_client.FeedLoader` has data hosts do it; they
 are used alike:
@@ -17,11 +18,13 @@ are used alike:
 """
 
 import contextlib
+import multiprocessing
+import os
 import random
+import threading
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,9 +40,12 @@ from torch.utils.data import (
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a dataset is cut into batches; `len()` is the number of batches per epoch of this rank.
+    """How an epoch is cut into batches; `len()` is the number of this rank's batches.
 
-    Raises ValueError when the numbers make no sense together.
+    An epoch has one order of all samples, whatever the number of ranks: each step takes the next
+    `world_size * batch_size` of them, the ranks in turns. So a plan can begin anywhere in an epoch
+    that another world size or batch size has begun. Raises ValueError for numbers that make no
+    sense together.
     """
 
     dataset_length: int  # samples
@@ -49,6 +55,7 @@ class BatchPlan:
     seed: int = 0
     rank: int = 0
     world_size: int = 1
+    first_sample: int = 0  # samples of the epoch, of all ranks, that come before batch 0
 
     def __post_init__(self) -> None:
         rules = {
@@ -56,27 +63,41 @@ class BatchPlan:
             "batch_size must be at least 1": self.batch_size >= 1,
             "seed must be from 0 to 2**63 - 1": 0 <= self.seed < 2**63,
             "rank must be from 0 to world_size - 1": 0 <= self.rank < self.world_size,
+            "first_sample must be from 0 to dataset_length": (
+                0 <= self.first_sample <= self.dataset_length
+            ),
         }
         for rule, is_kept in rules.items():
             if not is_kept:
                 raise ValueError(f"{rule}, but this is {self}")
 
     def __len__(self) -> int:
-        samples = len(self.sampler(epoch=0))
-        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+        return self._share(self.world_size * self.batch_size)
 
-    def sampler(self, epoch: int) -> DistributedSampler:
-        """Return torch's sampler of this rank's samples in `epoch`."""
-        sampler = DistributedSampler(
-            range(self.dataset_length),
-            num_replicas=self.world_size,
-            rank=self.rank,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            drop_last=self.drop_last,
+    def _share(self, parts: int) -> int:
+        """Return how many of the samples each of `parts` gets: rounded down, or padded."""
+        samples = self.dataset_length - self.first_sample
+        return samples // parts if self.drop_last else -(-samples // parts)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return this rank's samples in `epoch`: their indices, int64, of shape (samples,)."""
+        everyone = DistributedSampler(
+            range(self.dataset_length), num_replicas=1, rank=0, shuffle=self.shuffle, seed=self.seed
         )
-        sampler.set_epoch(epoch)
-        return sampler
+        everyone.set_epoch(epoch)
+        everyones_order = np.fromiter(everyone, np.int64, self.dataset_length)
+        positions = np.arange(self._share(self.world_size)) * self.world_size + self.rank
+        # Past its end, the order begins again: DistributedSampler's padding.
+        return everyones_order[(self.first_sample + positions) % self.dataset_length]
+
+    def samples_before(self, number: int) -> int:
+        """Return how many samples of the epoch, of all ranks, come before batch `number`.
+
+        Before batch `len(self)`, the end: all, those too that `drop_last` leaves out.
+        """
+        if number == len(self):
+            return self.dataset_length
+        return self.first_sample + number * self.world_size * self.batch_size
 
 
 class BatchKey(NamedTuple):
@@ -85,7 +106,7 @@ class BatchKey(NamedTuple):
     seed: int
     epoch: int
     rank: int
-    number: int  # of the batch in its epoch
+    samples_before: int  # the batch's place in its epoch, whatever batch its plan began with
     indices: list[int]
 
 
@@ -97,10 +118,15 @@ class BatchKeys:
 
     def choose(self, plan: BatchPlan, epoch: int, numbers: range) -> None:
         """Set what the next iteration goes over."""
-        order = array("q", plan.sampler(epoch))  # 8 bytes per sample, where a list would take 40
-        size = plan.batch_size
+        order, size = plan.order(epoch), plan.batch_size
         self._keys = (
-            BatchKey(plan.seed, epoch, plan.rank, i, order[i * size : (i + 1) * size].tolist())
+            BatchKey(
+                plan.seed,
+                epoch,
+                plan.rank,
+                plan.samples_before(i),
+                order[i * size : (i + 1) * size].tolist(),
+            )
             for i in numbers
         )
 
@@ -145,7 +171,7 @@ def _seeded(key: BatchKey) -> Iterator[None]:
     """
     threads = torch.get_num_threads()
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    seeds = np.random.SeedSequence([key.seed, key.epoch, key.rank, key.number])
+    seeds = np.random.SeedSequence([key.seed, key.epoch, key.rank, key.samples_before])
     python_seed, numpy_seed, torch_seed = seeds.generate_state(3)
     try:
         torch.set_num_threads(1)
@@ -178,14 +204,38 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
+def end_with_parent(worker_id: int) -> None:
+    """Let this worker process end when the one that uses it does, however that ends.
+
+    DataLoader's own check does not help a worker that waits to hand a large batch over, nor one of
+    a fork server, at which it looks instead.
+    """
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def leave_process_group(worker_id: int) -> None:
+    """Let this worker process serve until its rank ends.
+
+    SIGTERM is for the rank, which may need more batches until all ranks have stopped after the same
+    step; but torchrun sends it to the rank's whole process group.
+    """
+    os.setpgid(0, 0)
+    end_with_parent(worker_id)
+
+
 class EpochLoader(ABC):
     """A rank's batches, epoch by epoch, resumable: what LocalLoader and FeedLoader share."""
 
     def __init__(self, plan: BatchPlan):
-        self.plan = plan
+        self.plan = plan  # of a whole epoch
         self._epoch = 0
-        self._resume_at = 0  # where the next iteration starts
-        self._next_batch = 0  # after the batch that was handed out last
+        self._next_plan = plan  # of the next iteration, which may begin within its epoch
+        self._samples_done = 0  # of all ranks, up to the batch that was handed out last
 
     @property
     def dataset_length(self) -> int:
@@ -198,37 +248,44 @@ class EpochLoader(ABC):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a loaded state stays if it is of this epoch."""
         if epoch != self._epoch:
-            self._epoch, self._resume_at, self._next_batch = epoch, 0, 0
+            self._epoch, self._next_plan, self._samples_done = epoch, self.plan, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the iteration is, counting the batch handed out last as done."""
-        # One rank saves the checkpoint that all ranks resume from: so the rank is left out.
-        plan = asdict(replace(self.plan, rank=0))
-        return {"epoch": self._epoch, "next_batch": self._next_batch, "plan": plan}
+        """Return where the iteration is, counting the batch handed out last as done on all ranks.
+
+        It is the same on all ranks, which take their steps together.
+        """
+        return {"epoch": self._epoch, "samples_done": self._samples_done, **self._order_settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration continue where `state` was taken.
+        """Let the next iteration continue where `state` was taken, on whichever number of ranks.
 
-        Raises ValueError when it was taken with another dataset length, batch size, seed, world
-        size, ...: its place would mean other samples here.
+        It goes over the samples that were left; with the same world size and batch size, its
+        batches are those of the run that was interrupted. Raises ValueError when the state was
+        taken with another dataset length, shuffle or seed: its place would mean other samples here.
         """
-        own_plan = self.state_dict()["plan"]
-        if state["plan"] != own_plan:
-            raise ValueError(f"the state is of a loader with {state['plan']}; this is {own_plan}")
-        self._epoch = state["epoch"]
-        self._resume_at = self._next_batch = state["next_batch"]
+        own = self._order_settings()
+        theirs = {name: state.get(name) for name in own}
+        if theirs != own:
+            raise ValueError(f"the state is of a loader with {theirs}; this is {own}")
+        self._next_plan = replace(self.plan, first_sample=state["samples_done"])
+        self._epoch, self._samples_done = state["epoch"], state["samples_done"]
+
+    def _order_settings(self) -> dict[str, Any]:
+        """Return what the order of all samples depends on, besides the epoch."""
+        return {name: getattr(self.plan, name) for name in ("dataset_length", "shuffle", "seed")}
 
     def __iter__(self) -> Iterator[Any]:
-        numbers = range(self._resume_at, len(self))
-        self._resume_at, self._next_batch = 0, numbers.start
-        with contextlib.closing(self._batches(self._epoch, numbers)) as batches:
-            for number, batch in zip(numbers, batches, strict=True):
-                self._next_batch = number + 1
+        plan, self._next_plan = self._next_plan, self.plan
+        self._samples_done = plan.first_sample
+        with contextlib.closing(self._batches(plan, self._epoch)) as batches:
+            for number, batch in zip(range(len(plan)), batches, strict=True):
+                self._samples_done = plan.samples_before(number + 1)
                 yield batch
 
     @abstractmethod
-    def _batches(self, epoch: int, numbers: range) -> Iterator[Any]:
-        """Yield the batches `numbers` of `epoch`, in order; closing it frees what it holds."""
+    def _batches(self, plan: BatchPlan, epoch: int) -> Iterator[Any]:
+        """Yield the batches of `plan` in `epoch`, in order; closing it frees what it holds."""
 
 
 class LocalLoader(EpochLoader):
@@ -251,8 +308,10 @@ class LocalLoader(EpochLoader):
         super().__init__(
             BatchPlan(len(dataset), batch_size, shuffle, drop_last, seed, rank, world_size)
         )
-        self._loader = key_loader(batches, num_workers, pin_memory=pin_memory)
+        self._loader = key_loader(
+            batches, num_workers, pin_memory=pin_memory, worker_init_fn=leave_process_group
+        )
 
-    def _batches(self, epoch: int, numbers: range) -> Iterator[Any]:
-        self._loader.sampler.choose(self.plan, epoch, numbers)
+    def _batches(self, plan: BatchPlan, epoch: int) -> Iterator[Any]:
+        self._loader.sampler.choose(plan, epoch, range(len(plan)))
         yield from self._loader

@@ -18,6 +18,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -28,11 +29,12 @@ import grpc
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from batches import BatchKey, BatchPlan, SeededBatches, key_loader
+from batches import BatchKey, BatchPlan, SeededBatches, end_with_parent, key_loader
 from wire import encode, messages, services, to_frames
 
 MAX_STREAMS = 256  # at a time; one more is refused at once rather than left waiting
 CHECK_SECONDS = 0.5  # how often a stream that waits for its workers looks whether to go on
+REFUSAL_SECONDS = 10  # at most one line in so long for calls without the token
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # else a second server on this port would take some of the calls
     ("grpc.max_receive_message_length", 64 << 10),  # requests are small
@@ -111,6 +113,8 @@ class FeedServer(services.DatasetFeedServicer):
             raise ValueError(f"num_workers must be at least 1, but is {num_workers}")
         self._answers = Answers(dataset, collate_fn)
         self._authorization = f"Bearer {token}".encode()
+        self._refusals = threading.Lock()
+        self._next_refusal_line = 0.0  # when a refused call may be printed again
         self._num_workers = num_workers
         # Loaders between two streams, by number of workers: starting a worker takes about 0.2 s of
         # CPU time even so (1.5 s if it had to import torch), which need not be paid every epoch.
@@ -177,7 +181,12 @@ class FeedServer(services.DatasetFeedServicer):
     def _check_token(self, context: grpc.ServicerContext) -> None:
         given = str(dict(context.invocation_metadata()).get("authorization", ""))
         if not hmac.compare_digest(given.encode(), self._authorization):
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token")
+            reason = "wrong or missing token"
+            with self._refusals:
+                if time.monotonic() >= self._next_refusal_line:
+                    self._next_refusal_line = time.monotonic() + REFUSAL_SECONDS
+                    print(f"feed: refused a call from {context.peer()}: {reason}", flush=True)
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
     def _read_request(self, request: Any, context: grpc.ServicerContext) -> tuple[BatchPlan, range]:
         try:
@@ -208,7 +217,7 @@ class FeedServer(services.DatasetFeedServicer):
                 num_workers,
                 timeout=CHECK_SECONDS,
                 multiprocessing_context=self._forkserver,
-                worker_init_fn=_end_with_server,
+                worker_init_fn=end_with_parent,
             )
             loader.sampler.choose(plan, epoch, numbers)
             return loader, iter(loader)
@@ -225,16 +234,3 @@ def _wait_for(answers: Iterator[Answer], context: grpc.ServicerContext) -> Answe
             if "timed out" not in str(error):
                 context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
     return None
-
-
-def _end_with_server(worker_id: int) -> None:
-    """Let this worker end when the server does, however it ends.
-
-    DataLoader's own check looks at the parent process, which here is the fork server.
-    """
-
-    def watch() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -1,51 +1,56 @@
-"""Runtime of a SageMaker training job over several instance groups: one file, standard library
-only.
+"""Runtime of a SageMaker training job over several instance groups. Standard library only.
 
-SageMaker starts the same entry point on every host and bills until the last host has exited. This
-file gives the entry point (launcher.py) three things:
+SageMaker starts the same entry point on every host, and bills until the last host has exited. This
+file gives the entry point, launcher.py, three things:
 
 Topology: `read_cluster()` says which host this is, in which group, and where the others are.
 
-Supervision: `run()` starts this host's processes, passes their output on, forwards SIGTERM to the
+Supervision: `run()` starts this host's process, passes its output on, forwards SIGTERM to the
 training, restarts a data server that ends by itself, and kills what is left.
 
-Completion: all hosts end together. Each launcher keeps a connection to the leader's launcher, on
-the first host of the training group. The leader has training started once every host is there,
-and tells all hosts the outcome: completed when training has ended well on every training host;
-failed, with a sentence that says what failed where, when it has not, when a training host is lost,
-or when no data host is left. A host that loses the leader ends too. The sentence goes to
-/opt/ml/output/failure, from where SageMaker takes the job's FailureReason.
+Completion: all hosts end together. Each launcher has a connection to the leader, on the training
+group's first host, which has training started once all are there, and tells them how the job ends.
+The sentence that says what failed where goes to /opt/ml/output/failure on every host: SageMaker's
+FailureReason. Connections prove that they know the job's token, the environment's HETERO_TOKEN.
 
-A process that dies is noticed at once, a host that falls silent after LOST_SECONDS; hosts may come
-up JOIN_SECONDS apart. Connections prove that they know the job's token (HMAC-SHA256 over fresh
-nonces), which the notebook puts into the job's environment as HETERO_TOKEN.
+The example's README lists every way that a job can end.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
 import os
 import re
 import secrets
-import select
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pulse
 
 BASE_DIR = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
 BASE_PORT = 7710  # the leader listens here; launcher.py hands out the ports above it
 JOIN_SECONDS = 600  # hosts load the image and their data, and not equally fast
-BEAT_SECONDS, LOST_SECONDS = 2, 20
-STOP_SECONDS = 5  # from SIGTERM to SIGKILL for what is left when the job ends
-SIGTERM_SECONDS = 100  # SageMaker kills 120 s after SIGTERM
+BEAT_SECONDS, LOST_SECONDS = 2, 20  # between signs of life; a launcher without any is lost
+STOP_SECONDS = 5  # from SIGTERM to SIGKILL for what still runs when the job has ended
+SIGTERM_SECONDS = 100  # for the training to end when the job is stopped: SageMaker kills at 120
+RESTARTS, HEALTHY_SECONDS = 3, 60  # of a data server in a row, and when it counts as well again
+SETTLE_SECONDS = 1  # for several hosts to say what they know of a failure
 HANDSHAKE_SECONDS, MOST_STRANGERS = 5, 64
-LONGEST_LINE, LONGEST_ERROR = 8192, 500  # a character can take 6 bytes in JSON
-RESTARTS = 3  # of a data server, after pauses of 1, 2 and 4 s
+LONGEST_LINE = 8192  # bytes; of the 1000 characters of a reason each can take 6 in JSON
+# What Python or argparse says last; torchrun's own ChildFailedError comes after that.
+ERROR_LINE = re.compile(
+    r"^(?:\[rank\d+\]: *)?((?!\S*ChildFailed)[\w.]*(?:Error|Exception)\b.*|\S+\.py: error: .*)$",
+    re.MULTILINE,
+)
 
 
 # ------------------------------------------------------------------------------------- topology
@@ -63,18 +68,27 @@ class Cluster:
     addresses: dict[str, str] = field(default_factory=dict)  # empty on AWS, where names resolve
     base_port: int = BASE_PORT
 
-    def address(self, host: str) -> str:
-        """Where `host` can be reached."""
-        return self.addresses.get(host, host)
+    @property
+    def rank(self) -> int:
+        """This host's place in its group, from 0."""
+        return self.groups[self.group].index(self.host)
 
     @property
     def bind_address(self) -> str:
         """Where servers on this host listen."""
         return self.addresses.get(self.host, "0.0.0.0")
 
+    def address(self, host: str) -> str:
+        """Where `host` can be reached."""
+        return self.addresses.get(host, host)
+
+    def group_of(self, host: str) -> str:
+        """The instance group of `host`."""
+        return next(group for group, hosts in self.groups.items() if host in hosts)
+
     def where(self, host: str) -> str:
         """`host` with its group, for messages."""
-        return f"{host} ({next(g for g, hosts in self.groups.items() if host in hosts)})"
+        return f"{host} ({self.group_of(host)})"
 
 
 def read_cluster(base_dir: Path = BASE_DIR) -> Cluster:
@@ -106,37 +120,25 @@ def arguments() -> list[str]:
     return [w for k, v in pairs for w in (f"--{k}", v if isinstance(v, str) else json.dumps(v))]
 
 
-def write_failure(sentence: str) -> None:
-    """Print the sentence and leave it where SageMaker looks for it; it shows 1,024 characters."""
-    print(f"hetero: {sentence}", flush=True)
-    (BASE_DIR / "output").mkdir(parents=True, exist_ok=True)
-    (BASE_DIR / "output" / "failure").write_text(sentence[:1024])
-
-
 def fail(sentence: str) -> None:
     """End this host, and with it the job, with `sentence` as the FailureReason."""
-    write_failure(sentence)
-    sys.exit(1)
+    (BASE_DIR / "output").mkdir(parents=True, exist_ok=True)
+    (BASE_DIR / "output" / "failure").write_text(sentence[:1024])  # SageMaker shows no more
+    sys.exit(f"hetero: {sentence}")
 
 
 # ---------------------------------------------------------------------------------- supervision
 
 
 class Child:
-    """A process in a session of its own, whose output passes through ours."""
+    """This host's process, in a session of its own; its output passes through ours."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]):
-        self.command, self.environment = command, {**os.environ, **environment}
-        self.restarts, self.restart_at = 0, 0.0
-        self.reported = self.told_to_stop = False
-        self.start()
-
-    def start(self) -> None:
-        self.error = ""
-        # By way of a shell, so that a command that is not there is a process that fails.
+    def __init__(self, command: list[str], pulses: Path):
+        self.name = next((word for word in command if word.endswith(".py")), command[0])
+        self.printed = b""  # the end of it
         self.process = subprocess.Popen(
-            ["/bin/sh", "-c", 'exec "$@"', "sh", *self.command],
-            env=self.environment,
+            command,
+            env={**os.environ, "HETERO_PULSES": str(pulses)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -145,341 +147,324 @@ class Child:
         self.reader.start()
 
     def _pass_output_on(self) -> None:
-        for line in self.process.stdout:
-            sys.stdout.buffer.write(line)
+        while data := self.process.stdout.read1():
+            sys.stdout.buffer.write(data)
             sys.stdout.flush()
-            # Kept for the FailureReason: the last "SomeError: text" or "script.py: error: text",
-            # torchrun's own report aside.
-            text = re.sub(r"^\[rank\d+\]:\s*", "", line.decode("utf-8", "replace")).strip()
-            error = re.match(r"([\w.]*(Error|Exception)\b|\S+\.py: error: )", text)
-            if error and "ChildFailedError" not in text:
-                self.error = text[:LONGEST_ERROR].rstrip(".")
+            self.printed = (self.printed + data)[-20_000:]
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
 
     def describe_exit(self) -> str:
-        """How the process ended, with the last error that it printed."""
+        """How it ended, with the last error that it printed."""
         self.reader.join(timeout=1)
-        code = self.process.returncode
-        how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
-        if code in (126, 127):
-            return f"{self.command[0]} could not be run ({how})"
-        script = next((word for word in self.command if word.endswith(".py")), self.command[0])
-        return f"{script} {how}" + (f": {self.error}" if self.error else "")
-
-    def restart(self) -> bool:
-        """Start a service that has ended again, after a pause; False: it has ended too often."""
-        if self.restarts == RESTARTS:
-            return False
-        now, pause = time.monotonic(), 2**self.restarts
-        if not self.restart_at:
-            self.restart_at = now + pause
-            self.kill(signal.SIGKILL)  # what it has started, which may still hold its port
-            print(f"hetero: {self.describe_exit()}; restart in {pause} s", flush=True)
-        elif now >= self.restart_at:
-            self.restarts, self.restart_at = self.restarts + 1, 0.0
-            self.start()
-        return True
+        if self.process.returncode < 0:
+            return f"{self.name} was killed by signal {-self.process.returncode}"
+        errors = ERROR_LINE.findall(self.printed.decode("utf-8", "replace"))
+        last_error = f": {errors[-1][:500].rstrip(' .')}" if errors else ""
+        return f"{self.name} exited with status {self.process.returncode}{last_error}"
 
     def kill(self, number: int) -> None:
         """Send a signal to the process and those that it started in its session's group."""
-        try:
+        with contextlib.suppress(ProcessLookupError):  # nobody left
             os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return  # nobody left
 
-
-def stop_all(children: list[Child]) -> None:
-    """SIGTERM, and SIGKILL after STOP_SECONDS for what is left."""
-    for child in children:
-        child.kill(signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS
-    while time.monotonic() < deadline and any(c.process.poll() is None for c in children):
-        time.sleep(0.02)
-    for child in children:
-        child.kill(signal.SIGKILL)
-        child.process.wait()
-        child.reader.join(timeout=1)
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL after STOP_SECONDS for what is left."""
+        deadline = time.monotonic() + STOP_SECONDS
+        self.kill(signal.SIGTERM)
+        while self.is_running() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self.kill(signal.SIGKILL)
+        self.process.wait()
+        self.reader.join(timeout=1)
 
 
 # ----------------------------------------------------------------------------------- completion
 
 
-class Link:
-    """JSON objects, one a line, over a socket: of bounded length, with deadlines."""
-
-    def __init__(self, connection: socket.socket):
-        self.socket, self.received, self.lock = connection, b"", threading.Lock()
-
-    def send(self, **message) -> None:
-        with self.lock:
-            self.socket.settimeout(LOST_SECONDS)
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, seconds: float) -> dict:
-        """The next message. TimeoutError: none in time. ConnectionError: gone, or not one of us."""
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self.received:
-            if not select.select([self.socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError(f"no message for {seconds:.0f} s")
-            data = self.socket.recv(4096)
-            if not data:
-                raise ConnectionError("connection closed")
-            self.received += data
-            if len(self.received) > LONGEST_LINE:
-                raise ConnectionError("a line that is too long")
-        line, self.received = self.received.split(b"\n", 1)
-        try:
-            return dict(json.loads(line))
-        except (ValueError, TypeError, RecursionError):
-            raise ConnectionError("a line that is not a JSON object") from None
+class Ended(Exception):
+    """The job has ended: whether it is completed, and a sentence that says why."""
 
 
-def sign(token: str, *words: str) -> str:
-    text = json.dumps(words)  # ASCII, whatever a stranger sends, and without ambiguity
-    return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
+def send(writer: asyncio.StreamWriter, **message) -> None:
+    """Send a JSON object on a line."""
+    writer.write(json.dumps(message).encode() + b"\n")
+
+
+async def receive(reader: asyncio.StreamReader, seconds: float) -> dict:
+    """Return the next message; raise ConnectionError, with the reason, if none comes in time."""
+    try:
+        line = await asyncio.wait_for(reader.readline(), seconds)
+        if not line:
+            raise ConnectionError("connection closed")
+        return dict(json.loads(line))
+    except asyncio.TimeoutError:
+        raise ConnectionError(f"silent for {seconds} s") from None
+    except (ValueError, TypeError, RecursionError):  # too long, or not an object
+        raise ConnectionError("not a launcher's message") from None
+
+
+def sign(nonce: str, host: str) -> str:
+    """Prove, for one connection, that `host` knows the job's token."""
+    token = os.environ.get("HETERO_TOKEN", "").encode()
+    return hmac.new(token, ascii([nonce, host]).encode(), hashlib.sha256).hexdigest()
 
 
 class Leader:
-    """Hears from every host's launcher and decides how the job ends. A thread per connection."""
+    """Hears from the launchers of all hosts, and decides when training starts and the job ends."""
 
-    def __init__(self, cluster: Cluster, training_hosts: list[str], token: str):
-        self.cluster, self.training_hosts, self.token = cluster, set(training_hosts), token
-        self.hosts = {host for hosts in cluster.groups.values() for host in hosts}
-        self.awaited, self.lost, self.finished = set(self.hosts), set(), set()
-        self.links: dict[str, Link] = {}
+    def __init__(self, cluster: Cluster, training_group: str):
+        self.cluster, self.training_group = cluster, training_group
+        self.awaited = {host for hosts in cluster.groups.values() for host in hosts}
+        self.members: dict[str, asyncio.StreamWriter] = {}
+        self.strangers: list[asyncio.StreamWriter] = []  # the oldest first
+        self.refused_at: dict[str, float] = {}
+        self.trained: dict[str, str] = {}  # host -> "", or why it ended before its time
+        self.without_service: set[str] = set()
+        self.failures: list[tuple[float, str]] = []
         self.outcome: dict = {}
-        self.strangers, self.refused_at = 0, 0.0
-        self.lock = threading.RLock()
-        self.join_deadline = time.monotonic() + JOIN_SECONDS
-        address = (cluster.bind_address, cluster.base_port)
-        self.socket = socket.create_server(address, backlog=512)
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.decided_at = 0.0
 
-    def _accept(self) -> None:
+    async def lead(self) -> None:
+        """Listen, and give a sign of life every BEAT_SECONDS."""
+        address = self.cluster.bind_address, self.cluster.base_port
+        await asyncio.start_server(self._meet, *address, backlog=512, limit=LONGEST_LINE)
+        deadline = time.monotonic() + JOIN_SECONDS
         while True:
-            connection, peer = self.socket.accept()
-            with self.lock:
-                self.strangers += 1
-                crowded = self.strangers > MOST_STRANGERS
-            if crowded:  # a host of ours that is turned away comes again
-                self._refuse(connection, peer, "too many at once")
-            else:
-                threading.Thread(target=self._serve, args=(connection, peer), daemon=True).start()
-
-    def _refuse(self, connection: socket.socket, peer: tuple, why: str) -> None:
-        connection.close()
-        with self.lock:
-            self.strangers -= 1
-            if time.monotonic() - self.refused_at > 10:
-                self.refused_at = time.monotonic()
-                print(f"hetero: refused a connection from {peer[0]}: {why}", flush=True)
-
-    def _serve(self, connection: socket.socket, peer: tuple) -> None:
-        link, nonce = Link(connection), secrets.token_hex(16)
-        try:
-            link.send(nonce=nonce)
-            hello = link.receive(HANDSHAKE_SECONDS)
-            host, theirs = str(hello.get("host")), str(hello.get("nonce"))
-            expected = sign(self.token, "join", host, nonce, theirs)
-            if not hmac.compare_digest(expected, ascii(hello.get("mac")).strip("'")):
-                raise ConnectionError("wrong token")
-            link.send(mac=sign(self.token, "welcome", host, nonce, theirs))
-        except OSError as error:
-            return self._refuse(connection, peer, str(error))
-        with self.lock:
-            if host not in self.awaited:
-                return self._refuse(connection, peer, f"{host} is not awaited")
-            self.strangers -= 1
-            self.awaited.discard(host)
-            self.links[host] = link
-            if self.outcome:
-                self._broadcast(**self.outcome)
-            elif not self.awaited:
-                self._broadcast(start=True)
-        try:
-            while True:
-                self._hear(host, link.receive(LOST_SECONDS))
-        except OSError as error:
-            with self.lock:
-                del self.links[host]
-                self._lose(host, f"The launcher on {self.cluster.where(host)} is gone: {error}.")
-        connection.close()
-
-    def _hear(self, host: str, message: dict) -> None:
-        with self.lock:
-            if "failed" in message:
-                self._lose(host, f"On {self.cluster.where(host)}, {message['failed']}.")
-            elif "finished" in message:
-                self.finished.add(host)
-                if self.finished >= self.training_hosts:
-                    self.decide(completed=True, reason="Training has ended on every host.")
-
-    def _lose(self, host: str, reason: str) -> None:
-        """The job fails with a training host, or with the last of the others."""
-        self.lost.add(host)
-        if host in self.training_hosts:
-            self.decide(completed=False, reason=reason)
-        elif self.hosts - self.training_hosts <= self.lost:
-            self.decide(completed=False, reason=f"{reason} No data host is left.")
-        elif not self.outcome:
-            print(f"hetero: {reason} The job goes on with the other data hosts.", flush=True)
+            if self.awaited and time.monotonic() > deadline:
+                absent = ", ".join(map(self.cluster.where, sorted(self.awaited)))
+                self.decide(False, f"{absent} did not come up within {JOIN_SECONDS} s.")
+            self._tell_all(beat=True)
+            await asyncio.sleep(BEAT_SECONDS)
 
     def decide(self, completed: bool, reason: str) -> None:
         """Settle how the job ends, unless that is settled already, and tell all hosts."""
-        with self.lock:
-            if not self.outcome:
-                self.outcome = {"completed": completed, "reason": reason[:1000]}
-                self._broadcast(**self.outcome)
+        if not self.outcome:
+            self.outcome = {"completed": completed, "reason": reason[:1000]}
+            self.decided_at = time.monotonic()
+            self._tell_all(**self.outcome)
 
-    def _broadcast(self, **message) -> None:
-        for link in list(self.links.values()):
-            try:
-                link.send(**message)
-            except OSError:
-                continue  # the thread that reads from this link notices too, and acts
+    async def wait_for_goodbyes(self) -> None:
+        """Wait until all hosts have stopped their processes, a little longer than that may take."""
+        deadline = self.decided_at + STOP_SECONDS + 5
+        while (left := sorted([*self.members, *self.awaited])) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        who = f"all hosts but {', '.join(left)}" if left else "all hosts"
+        seconds = time.monotonic() - self.decided_at
+        print(f"hetero: {who} have signed off {seconds:.2f} s after the job's end", flush=True)
 
-    def beat(self) -> None:
-        """Called from the main loop every BEAT_SECONDS: a launcher that hangs must fall silent."""
-        with self.lock:
-            self._broadcast(beat=True)
-            if self.awaited and time.monotonic() > self.join_deadline:
-                absent, self.awaited = sorted(self.awaited), set()
-                for host in absent:
-                    where = self.cluster.where(host)
-                    self._lose(host, f"{where} did not come up within {JOIN_SECONDS} s.")
-                self._broadcast(start=True)
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Let a connection prove whose it is, and hear it until it ends."""
+        self.strangers.append(writer)
+        if len(self.strangers) > MOST_STRANGERS:  # a host of ours comes again
+            self.strangers.pop(0).transport.abort()
+        try:
+            nonce = secrets.token_hex(16)
+            send(writer, nonce=nonce)
+            hello = await receive(reader, HANDSHAKE_SECONDS)
+            host, proof = str(hello.get("host")), ascii(hello.get("proof")).strip("'")
+            if not hmac.compare_digest(proof, sign(nonce, host)):
+                raise ConnectionError("wrong token")
+            if host not in self.awaited:
+                raise ConnectionError("a host that is not awaited")
+        except OSError as error:
+            if time.monotonic() - self.refused_at.get(str(error), -10) > 10:
+                self.refused_at[str(error)] = time.monotonic()
+                address = (writer.get_extra_info("peername") or ["?"])[0]
+                print(f"hetero: refused a connection from {address}: {error}", flush=True)
+            return writer.transport.abort()
+        finally:
+            if writer in self.strangers:
+                self.strangers.remove(writer)
+        self.awaited.remove(host)
+        self.members[host] = writer
+        send(writer, welcome=True)
+        if self.outcome:
+            send(writer, **self.outcome)
+        elif not self.awaited:
+            self._tell_all(start=True)
+        try:
+            while True:
+                self._hear(host, await receive(reader, LOST_SECONDS))
+        except OSError as error:
+            del self.members[host]
+            writer.transport.abort()
+            self.decide(False, f"The launcher on {self.cluster.where(host)} is gone: {error}.")
 
-    def wait_for_goodbyes(self) -> list[str]:
-        """Wait until the other hosts have stopped their processes and closed their connections.
+    def _hear(self, host: str, message: dict) -> None:
+        hosts = set(self.cluster.groups[self.cluster.group_of(host)])
+        if "over" in message:
+            # A process that fails takes those down that are connected with it, on any host: of
+            # what is said within a second, the first to have happened is the cause.
+            self.failures.append((message["at"], message["over"]))
+            later = asyncio.get_running_loop().call_later
+            later(SETTLE_SECONDS, lambda: self.decide(False, min(self.failures)[1]))
+        elif "unserved" in message:
+            reason = message["unserved"]
+            self.without_service.add(host)
+            if self.without_service >= hosts:
+                self.decide(False, f"{reason} No host of {self.cluster.group_of(host)} is left.")
+            else:
+                print(f"hetero: {reason} The job goes on without it.", flush=True)
+        elif "trained" in message:
+            self.trained[host] = message["trained"]
+            if self.trained.keys() >= hosts:
+                reasons = [reason for reason in self.trained.values() if reason]
+                self.decide(not reasons, reasons[0] if reasons else "Training has ended.")
 
-        Returns the hosts that have not, after a little longer than that should take.
-        """
-        deadline = time.monotonic() + STOP_SECONDS + 2
-        while (left := self.links.keys() - {self.cluster.host}) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return sorted(left)
-
-
-def connect(cluster: Cluster, leader: str, token: str) -> Link | None:
-    """Connect to the leader's launcher; None when it is not there yet or turns us away."""
-    nonce = secrets.token_hex(16)
-    address = (cluster.address(leader), cluster.base_port)
-    try:
-        link = Link(socket.create_connection(address, HANDSHAKE_SECONDS))
-    except OSError:
-        return None
-    try:
-        theirs = str(link.receive(HANDSHAKE_SECONDS).get("nonce"))
-        join = sign(token, "join", cluster.host, theirs, nonce)
-        link.send(host=cluster.host, nonce=nonce, mac=join)
-        answer = link.receive(HANDSHAKE_SECONDS).get("mac")
-        known = answer == sign(token, "welcome", cluster.host, theirs, nonce)
-    except OSError:
-        known = False
-    if not known:
-        link.socket.close()
-    return link if known else None
+    def _tell_all(self, **message) -> None:
+        for writer in self.members.values():
+            send(writer, **message)
 
 
-def run(
-    cluster: Cluster,
-    training_group: str,
-    training: list[str] | None = None,
-    service: list[str] | None = None,
-    environment: dict[str, str] | None = None,
-) -> int:
-    """Run this host's part of the job; return the launcher's exit status, 0 or 1.
+class Launcher:
+    """One host's part of the job: its process, and its connection to the leader."""
 
-    training: command for a host of `training_group`. It starts when all hosts are there, and its
-        end is the job's. service: command that serves the training until then, and is restarted
-        when it ends by itself. environment: variables for both, besides this process's.
+    def __init__(self, cluster: Cluster, training_group: str, command: list[str], pulses: Path):
+        self.cluster, self.command, self.pulses = cluster, command, pulses
+        self.here, self.leader = cluster.where(cluster.host), cluster.groups[training_group][0]
+        self.trains = cluster.group == training_group
+        self.child: Child | None = None
+        self.writer: asyncio.StreamWriter | None = None
+        self.start, self.sigterm = asyncio.Event(), asyncio.Event()
+
+    async def run(self, lead: Leader | None) -> tuple[bool, str]:
+        """Take part until the job has ended; return whether it is completed, and the reason."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.sigterm.set)
+        parts = [lead.lead()] if lead else []
+        parts += [self.follow_leader(), self.mind_sigterm()]
+        parts += [self.train() if self.trains else self.serve()]
+        tasks = [asyncio.ensure_future(part) for part in parts]
+        try:
+            await asyncio.gather(*tasks)
+        except Ended as end:
+            completed, reason = end.args
+        except Exception as error:  # such as a port that is taken
+            traceback.print_exc()
+            completed, reason = False, f"The launcher on {self.here} failed: {error}."
+        for task in tasks:
+            task.cancel()
+        if lead:
+            lead.decide(completed, reason)  # if that was not the leader's own word
+        elif self.writer and not completed:
+            send(self.writer, over=reason, at=0.0)
+        if self.child:
+            await self.child.stop()
+        if self.writer:
+            self.writer.close()
+        if lead:
+            await lead.wait_for_goodbyes()
+        return completed, reason
+
+    async def follow_leader(self) -> None:
+        """Connect to the leader, do as it says, and end with it."""
+        try:
+            reader, self.writer = await self.join()
+            while True:
+                message = await receive(reader, LOST_SECONDS)
+                send(self.writer, beat=True)
+                if "start" in message:
+                    self.start.set()
+                if "completed" in message:
+                    raise Ended(message["completed"], message["reason"])
+        except OSError as error:
+            leader = self.cluster.where(self.leader)
+            raise Ended(False, f"{self.here} lost the leader, {leader}: {error}.") from None
+
+    async def join(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to the leader, which may come up later than this host."""
+        address = self.cluster.address(self.leader), self.cluster.base_port
+        deadline = time.monotonic() + JOIN_SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):  # not there yet, or too busy with strangers
+                reader, writer = await asyncio.open_connection(*address, limit=LONGEST_LINE)
+                nonce = (await receive(reader, LOST_SECONDS)).get("nonce")
+                proof = sign(str(nonce), self.cluster.host)
+                send(writer, host=self.cluster.host, proof=proof)
+                await receive(reader, LOST_SECONDS)  # the welcome
+                return reader, writer
+            await asyncio.sleep(0.2)
+        raise ConnectionError(f"no answer for {JOIN_SECONDS} s")
+
+    async def serve(self) -> None:
+        """Keep a service running: start it again when it ends, unless that happens too often."""
+        failures = 0
+        while True:
+            began = time.monotonic()
+            self.child = Child(self.command, self.pulses)
+            while self.child.is_running():
+                await asyncio.sleep(0.05)
+            self.child.kill(signal.SIGKILL)  # what it has started, which may hold its port
+            failures = 1 if time.monotonic() - began > HEALTHY_SECONDS else failures + 1
+            if failures > RESTARTS:
+                break
+            pause = 2 ** (failures - 1)
+            print(f"hetero: {self.child.describe_exit()}; restart in {pause} s", flush=True)
+            await asyncio.sleep(pause)
+        await self.start.wait()  # and so for the connection
+        send(
+            self.writer, unserved=f"On {self.here}, {self.child.describe_exit()}, {failures} times."
+        )
+
+    async def train(self) -> None:
+        """Run the training once all hosts are there, and say how it ends."""
+        await self.start.wait()
+        self.child = Child(self.command, self.pulses)
+        told: set[tuple[float, str]] = set()
+        while self.child.is_running():
+            if not self.sigterm.is_set():
+                for when, what in sorted(pulse.failures(self.pulses) - told):
+                    reason = f"On {self.here}, in {self.child.name}, {what}."
+                    send(self.writer, over=reason, at=when)
+                    told.add((when, what))
+            await asyncio.sleep(0.05)
+        if self.child.process.returncode == 0:
+            send(self.writer, trained="")
+        elif self.sigterm.is_set():  # other hosts may still be writing their checkpoints
+            reason = f"On {self.here}, stopped by SIGTERM, {self.child.describe_exit()}."
+            send(self.writer, trained=reason)
+        else:
+            reason = f"On {self.here}, {self.child.describe_exit()}."
+            send(self.writer, over=reason, at=time.time())
+
+    async def mind_sigterm(self) -> None:
+        """Let the training hear that the job is being stopped; the data servers stay for it."""
+        await self.sigterm.wait()
+        if self.trains and not self.child:
+            raise Ended(False, f"{self.here} was stopped (SIGTERM) before training began.")
+        if self.trains:
+            self.child.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(SIGTERM_SECONDS)
+        late = f"and the training did not end within {SIGTERM_SECONDS} s"
+        raise Ended(False, f"{self.here} was stopped (SIGTERM), {late}.")
+
+
+def run(cluster: Cluster, training_group: str, commands: dict[str, list[str]]) -> None:
+    """Run this host's part of the job, and exit with status 1 if the job fails.
+
+    commands: what the hosts of each instance group run. That of `training_group` starts when all
+    hosts are there, and its end is the job's. The others serve it until then, and are restarted
+    when they end by themselves.
     """
-    here, leader = cluster.where(cluster.host), cluster.groups[training_group][0]
     who = f"host={cluster.host} group={cluster.group} instance_type={cluster.instance_type}"
     print(who, flush=True)
-    token = os.environ.get("HETERO_TOKEN", "")
-    if not token and sum(map(len, cluster.groups.values())) > 1:
+    groups = sorted(cluster.groups)
+    if training_group not in groups:
+        fail(
+            f"No instance group is named {training_group!r}, the one to train: there are {groups}."
+        )
+    if unknown := [group for group in groups if group not in commands]:
+        fail(
+            f"launcher.py has commands for {sorted(commands)}, but none for {unknown} among the "
+            f"instance groups {groups}: name the groups so, or add a command."
+        )
+    if not os.environ.get("HETERO_TOKEN") and sum(map(len, cluster.groups.values())) > 1:
         fail("The job has no token: put HETERO_TOKEN, a random text, into the job's environment.")
-    sigterm_at: list[float] = []
-    signal.signal(signal.SIGTERM, lambda *_: sigterm_at.append(time.monotonic()))
-
-    trainer = server = lead = link = None
-    outcome, failed = {}, ""
-    started, next_beat, ended = time.monotonic(), 0.0, None
-    try:
-        if cluster.host == leader:
-            lead = Leader(cluster, cluster.groups[training_group], token)
-        if service:
-            server = Child(service, environment or {})
-
-        while not outcome and not failed:
-            now = time.monotonic()
-
-            # 1. The connection to the leader, and heartbeats both ways.
-            if link is None:
-                link, heard_at = connect(cluster, leader, token), time.monotonic()
-                if link is None and now - started > JOIN_SECONDS:
-                    failed = f"{here} could not reach the leader, {cluster.where(leader)}."
-            if now >= next_beat:
-                next_beat = now + BEAT_SECONDS
-                if lead:
-                    lead.beat()
-                if link:
-                    link.send(beat=True)
-
-            # 2. What the leader says. This wait paces the loop.
-            message = {}
-            try:
-                if link is None:
-                    time.sleep(0.2)
-                else:
-                    message, heard_at = link.receive(0.05), now
-            except TimeoutError:
-                if now - heard_at > LOST_SECONDS:
-                    raise ConnectionError(f"no word for {LOST_SECONDS} s") from None
-            if "completed" in message:
-                outcome = message
-            elif "start" in message and training and not trainer:
-                trainer = Child(training, environment or {})
-
-            # 3. How our processes do.
-            if trainer and not trainer.reported and trainer.process.poll() is not None:
-                trainer.reported, ended = True, now
-                if trainer.process.returncode == 0:
-                    link.send(finished=True)
-                else:
-                    link.send(failed=trainer.describe_exit())
-            if server and link and not server.reported and server.process.poll() is not None:
-                server.reported = not server.restart()
-                if server.reported:
-                    link.send(failed=f"{server.describe_exit()}, {RESTARTS + 1} times")
-
-            # 4. SIGTERM: the job is being stopped, or its spot instances interrupted. The training
-            #    hears of it and may write a checkpoint; data servers stay, so that it can.
-            if sigterm_at and trainer and not trainer.told_to_stop:
-                trainer.told_to_stop = True
-                trainer.process.send_signal(signal.SIGTERM)
-            elif sigterm_at and (link is None or (training and not trainer)):
-                failed = f"{here} was stopped (SIGTERM) before training began."
-            elif sigterm_at and now - sigterm_at[0] > SIGTERM_SECONDS:
-                failed = f"{here} was stopped (SIGTERM), and the training did not end."
-    except (ConnectionError, TimeoutError) as error:
-        failed = f"{here} lost the leader, {cluster.where(leader)}: {error}."
-    except OSError as error:  # such as a port that is taken
-        failed = f"The launcher on {here} failed: {error}."
-    finally:
-        if failed and lead:
-            lead.decide(completed=False, reason=failed)  # so that all hosts say the same
-        stop_all([child for child in (trainer, server) if child])
-        if link:
-            link.socket.close()
-
-    if lead:
-        silent = lead.wait_for_goodbyes()
-        who = f"all hosts but {', '.join(silent)}" if silent else "all hosts"
-        if ended:
-            seconds = time.monotonic() - ended
-            print(f"hetero: {who} have signed off {seconds:.2f} s after training", flush=True)
-    if not outcome.get("completed"):
-        write_failure(failed or outcome["reason"])
-        return 1
-    return 0
+    leads = cluster.host == cluster.groups[training_group][0]
+    with tempfile.TemporaryDirectory() as pulses:
+        launcher = Launcher(cluster, training_group, commands[cluster.group], Path(pulses))
+        lead = Leader(cluster, training_group) if leads else None
+        completed, reason = asyncio.run(launcher.run(lead))
+    if not completed:
+        fail(reason)

@@ -7,6 +7,7 @@
 `exec` makes this process PID 1 of the container, the one that SageMaker sends SIGTERM to. The job's
 hyperparameters are the arguments below. Hosts of data_group run train_data.py, those of dnn_group
 train_dnn.py under torchrun. A homogeneous job has only the latter, which preprocess themselves.
+For a third group, add its command at the end of this file.
 """
 
 import argparse
@@ -50,34 +51,27 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args(hetero.arguments())
 
 
-def main() -> int:
-    """Start this host's part of the job and wait for the job's end."""
+def main() -> None:
+    """Run this host's part of the job, to the job's end."""
     args, cluster = parse_arguments(), hetero.read_cluster()
     homogeneous = list(cluster.groups) == [HOMOGENEOUS]
     dnn_group = HOMOGENEOUS if homogeneous else args.dnn_group
     data_hosts = cluster.groups.get(args.data_group, [])
+    dnn_hosts = cluster.groups.get(
+        dnn_group, [cluster.host]
+    )  # hetero.run says so if there are none
     data_mode = args.data_mode or ("service" if data_hosts else "local")
-    if unknown := set(cluster.groups) - {dnn_group, args.data_group}:
-        hetero.fail(
-            f"No command for {sorted(unknown)} among the instance groups {sorted(cluster.groups)}: "
-            "name them with the hyperparameters data-group and dnn-group, or extend launcher.py."
-        )
-    if dnn_group not in cluster.groups:
-        hetero.fail(f"No instance group is named {dnn_group!r}: set the hyperparameter dnn-group.")
     if data_mode == "service" and not data_hosts:
         hetero.fail("data-mode 'service' needs a data group: use 'local' in a job without one.")
 
     channels, feed_port = hetero.BASE_DIR / "input" / "data", cluster.base_port + FEED_PORT
-    if cluster.group == args.data_group:
-        train_data = [sys.executable, "train_data.py"]
-        train_data += ["--train-dir", str(channels / "training"), "--augment", str(args.augment)]
-        train_data += ["--bind", f"{cluster.bind_address}:{feed_port}"]
-        train_data += ["--workers", str(args.workers)]
-        return hetero.run(cluster, dnn_group, service=train_data)
+    train_data = [sys.executable, "train_data.py"]
+    train_data += ["--train-dir", str(channels / "training"), "--augment", str(args.augment)]
+    train_data += ["--bind", f"{cluster.bind_address}:{feed_port}"]
+    train_data += ["--workers", str(args.workers)]
 
-    dnn_hosts = cluster.groups[dnn_group]
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    torchrun += ["--nnodes", str(len(dnn_hosts)), "--node-rank", str(dnn_hosts.index(cluster.host))]
+    torchrun += ["--nnodes", str(len(dnn_hosts)), "--node-rank", str(cluster.rank)]
     torchrun += ["--nproc-per-node", str(args.processes_per_host)]
     torchrun += ["--master-addr", cluster.address(dnn_hosts[0])]
     torchrun += ["--master-port", str(cluster.base_port + MASTER_PORT)]
@@ -104,15 +98,18 @@ def main() -> int:
     train_dnn += ["--model-dir", str(hetero.BASE_DIR / "model")]
     train_dnn += ["--checkpoint-dir", str(hetero.BASE_DIR / "checkpoints")]
 
-    interface = cluster.network_interface  # which the libraries would otherwise guess
-    variables = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return hetero.run(
+    # The libraries would otherwise guess the network interface.
+    for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ[variable] = cluster.network_interface
+    # When the job is stopped, ranks get as long for their checkpoint as the launcher waits for it.
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(hetero.SIGTERM_SECONDS)
+
+    hetero.run(
         cluster,
-        dnn_group,
-        training=torchrun + train_dnn,
-        environment=dict.fromkeys(variables, interface),
+        training_group=dnn_group,
+        commands={args.data_group: train_data, dnn_group: torchrun + train_dnn},
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

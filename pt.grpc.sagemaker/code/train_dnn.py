@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+import pulse
 from batches import LocalLoader
 from dataset import MnistDataset, SyntheticLoader, milliseconds_per_sample
 from feed_client import FeedLoader
@@ -96,9 +97,6 @@ def main() -> None:
     except (OSError, ValueError) as error:  # a missing file, a data host that can't be reached
         sys.exit(f"train_dnn.py: error: {error}")
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    total_steps = args.epochs * len(loader)
-    if args.max_steps:
-        total_steps = min(total_steps, args.max_steps)
 
     control = join_ranks(device) if world_size > 1 else None
 
@@ -106,26 +104,43 @@ def main() -> None:
     stop_requested = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop_requested.set())
 
-    # Rank 0 has the checkpoint, if there is one; all ranks continue from it.
-    step = 0
+    # Rank 0 has the checkpoint, if there is one; all ranks continue from it, and there may be more
+    # or fewer of them than those that wrote it.
+    first_step = first_epoch = 0
     checkpoint = load_checkpoint(args.checkpoint_dir, rank, control)
     if checkpoint:
-        step = checkpoint["step"]
+        first_step, first_epoch = checkpoint["step"], checkpoint["epoch"]
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         loader.load_state_dict(checkpoint["loader"])
         if rank == 0:
-            print(f"resumed from {args.checkpoint_dir} at step {step}")
+            print(f"resumed from {args.checkpoint_dir} at step {first_step}")
     parallel_model = DistributedDataParallel(model) if world_size > 1 else model
+
+    def save_checkpoint() -> None:
+        if rank == 0 and args.checkpoint_dir:
+            state = {
+                "step": step,
+                "epoch": epoch,
+                "loader": loader.state_dict(),
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+            }
+            save(state, args.checkpoint_dir / "checkpoint.pt")
+
+    def log() -> None:
+        if rank == 0:
+            print(f"step={step} epoch={epoch + 1} {interval.summary(world_size)}")
 
     # The clock starts after the first step, which pays for start-up: connections, worker processes,
     # CUDA kernels, the first batch's way through an empty pipeline.
-    first_step, interval = step, Interval()
-    loss = torch.tensor(float("nan"))
+    step, interval = first_step, Interval()
+    last_step = args.max_steps or float("inf")
     stopping = False
     model.train()
-    while step < total_steps and not stopping:
-        epoch = step // len(loader)
+    for epoch in range(first_epoch, args.epochs):
+        if stopping or step >= last_step:
+            break
         loader.set_epoch(epoch)
         wait_start = time.perf_counter()
         for images, labels in loader:
@@ -145,35 +160,33 @@ def main() -> None:
             if step == first_step + 1:
                 loss.item()  # waits until the GPU has done it
                 interval = Interval()
-            elif step % args.log_every == 0 or step == total_steps:
-                if rank == 0:
-                    print(f"step={step} epoch={epoch + 1} {interval.summary(world_size)}")
+            elif step % args.log_every == 0:
+                log()
                 interval = Interval()
 
             stopping = any_rank(stop_requested.is_set(), control)
-            epoch_ends = step % len(loader) == 0
-            due = stopping or epoch_ends or step % args.checkpoint_every == 0
-            if due and args.checkpoint_dir and rank == 0:
-                state = {
-                    "step": step,
-                    "loader": loader.state_dict(),
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                }
-                save(state, args.checkpoint_dir / "checkpoint.pt")
-            if stopping or step == total_steps:
+            if stopping or step >= last_step:
                 break
+            if step % args.checkpoint_every == 0:
+                save_checkpoint()
             wait_start = time.perf_counter()
+        if interval.steps:  # since the last log line
+            log()
+            interval = Interval()
+        save_checkpoint()
 
     if world_size > 1:
         dist.destroy_process_group()
-    if step < total_steps:
+    if stopping and step < last_step:
         sys.exit(f"training stopped by SIGTERM after step {step}")
     if rank == 0:
         save(model.state_dict(), args.model_dir / "model.pt")
         if args.test_dir:
             print(f"test_accuracy={evaluate(model, args.test_dir, device):.4f}")
-        print(f"training finished: step={step} loss={loss.item():.4f}")
+        if step == first_step:
+            print(f"training was complete already: step={step}")
+        else:
+            print(f"training finished: step={step} loss={loss.item():.4f}")
 
 
 def build_loader(
@@ -284,4 +297,5 @@ def evaluate(model: torch.nn.Module, folder: str, device: torch.device) -> float
 
 
 if __name__ == "__main__":
-    main()
+    with pulse.watched(f"rank {os.environ.get('RANK', 0)}"):  # the launcher sees it die or hang
+        main()

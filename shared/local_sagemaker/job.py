@@ -314,9 +314,13 @@ class Job(threading.Thread):
         self.cloudwatch.put_metric_data(Namespace=METRIC_NAMESPACE, MetricData=[data])
 
     def _failure_reason(self, end: dict) -> str:
-        host = next(h for h in self.hosts if h.name == end["failed_host"])
-        failure = host.opt_ml / "output" / "failure"
-        text = failure.read_text(errors="replace").strip() if failure.exists() else ""
+        # AWS doesn't document whose file counts: here it is the one of the host that failed first,
+        # or another's if that host was killed before it could write one.
+        texts = []
+        for host in sorted(self.hosts, key=lambda host: host.name != end["failed_host"]):
+            failure = host.opt_ml / "output" / "failure"
+            texts.append(failure.read_text(errors="replace").strip() if failure.exists() else "")
+        text = next(filter(None, texts), "")
         return f"AlgorithmError: {text}, exit code: {end['exit_code']}"
 
     def _checkpoint_folder(self, host: cluster.Host) -> Path:

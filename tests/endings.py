@@ -1,0 +1,324 @@
+"""Every way that a job of the PyTorch example can end, as the example's README lists them.
+
+Each `Ending` runs the example on two data hosts and two dnn hosts of two ranks each, brings one
+event about with real signals and API calls, and says what must come of it.
+
+    python tests/endings.py 5       runs each ending five times and prints a table of the worst
+"""
+
+import json
+import re
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import boto3
+import numpy as np
+import psutil
+from sagemaker.core.training.configs import InputData
+
+from jobs import Jobs
+
+CODE = Path(__file__).parent.parent / "pt.grpc.sagemaker" / "code"
+GROUPS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
+BUCKET, IMAGES = "endings", 640
+HYPERPARAMETERS = {"model": "small", "batch-size": 16, "processes-per-host": 2, "log-every": 1,
+                   "augment": 1, "workers": 1, "epochs": 1000, "checkpoint-every": 5}  # fmt: skip
+HOST = r"algo-\d \({}_group\)"
+DATA, DNN, ANY = HOST.format("data"), HOST.format("dnn"), HOST.format("(data|dnn)")
+
+
+def upload_images(bucket: str = BUCKET) -> str:
+    """Put images of noise in MNIST's format into a bucket; return where."""
+    s3, random = boto3.client("s3"), np.random.default_rng(0)
+    s3.create_bucket(Bucket=bucket)
+    files = {"images-idx3": ((IMAGES, 28, 28), 256), "labels-idx1": ((IMAGES,), 10)}
+    for name, (shape, most) in files.items():
+        header = struct.pack(f">I{len(shape)}I", 0x0800 + len(shape), *shape)
+        body = header + random.integers(0, most, shape).astype(np.uint8).tobytes()
+        s3.put_object(Bucket=bucket, Key=f"mnist/train-{name}-ubyte", Body=body)
+    return f"s3://{bucket}/mnist"
+
+
+@dataclass
+class Running:
+    """A job of the example that runs."""
+
+    jobs: Jobs
+    name: str
+
+    def processes(self, *words: str, host: str = "", **variables: str) -> list[psutil.Process]:
+        """The job's processes with these words in their command, of a host or of all."""
+        variables["TRAINING_JOB_NAME"] = self.name
+        found = []
+        for process in psutil.process_iter():
+            try:
+                environment, command = process.environ(), process.cmdline()
+            except psutil.Error:
+                continue
+            is_here = f"/{host}" in environment.get("SAGEMAKER_BASE_DIR", "")
+            if is_here and variables.items() <= environment.items() and set(words) <= set(command):
+                found.append(process)
+        return found
+
+    def process(self, *words: str, **where: str) -> psutil.Process:
+        """The one process that fits, as soon as it is there."""
+        deadline = time.monotonic() + 60
+        while len(found := self.processes(*words, **where)) != 1:
+            assert time.monotonic() < deadline, (words, where, found)
+            time.sleep(0.02)
+        return found[0]
+
+    def environment(self) -> dict[str, str]:
+        """The environment of one of its hosts, as soon as there is one."""
+        deadline = time.monotonic() + 30
+        while not (processes := self.processes()):
+            assert time.monotonic() < deadline, f"{self.name} has no process"
+        return processes[0].environ()
+
+    def host(self, group: str, number: int) -> str:
+        """The name of a group's host, by its number there."""
+        folder = Path(self.environment()["SAGEMAKER_BASE_DIR"], "input", "config")
+        groups = json.loads((folder / "resourceconfig.json").read_text())["instance_groups"]
+        return next(g["hosts"] for g in groups if g["instance_group_name"] == group)[number]
+
+    def rank(self, number: int) -> psutil.Process:
+        """A rank's process; 0 and 1 are on the first dnn host, 2 and 3 on the second."""
+        return self.process("train_dnn.py", RANK=str(number))
+
+    def launcher(self, group: str, number: int) -> psutil.Process:
+        """A host's PID 1."""
+        return self.process("launcher.py", host=self.host(group, number))
+
+    def freeze(self, group: str, number: int) -> None:
+        """Stop all processes of a host, its launcher first: it keeps its connections, silent."""
+        self.launcher(group, number).suspend()
+        for process in self.processes(host=self.host(group, number)):
+            process.suspend()
+
+    def kill_data_servers(self, numbers: list[int], times: int) -> None:
+        """Kill the data servers of some data hosts, again each time they are back."""
+        for _ in range(times):
+            for number in numbers:
+                server = self.process("train_data.py", host=self.host("data_group", number))
+                server.kill()
+                server.wait(10)
+
+    def stop(self) -> None:
+        """StopTrainingJob."""
+        boto3.client("sagemaker").stop_training_job(TrainingJobName=self.name)
+
+    def log(self) -> list[str]:
+        """All lines of all hosts so far."""
+        return self.jobs.log(self.name)
+
+
+def start(jobs: Jobs, changes: dict | None = None, late: int = 0, **settings) -> Running:
+    """Start the example; changes: (old, new) texts by file; late: seconds, of one data host."""
+    files = {path.name: path.read_text() for path in CODE.iterdir() if path.is_file()}
+    del files["requirements.txt"]  # checking them takes longer than everything else
+    for file, (old, new) in (changes or {}).items():
+        assert files[file].count(old) == 1, (file, old)
+        files[file] = files[file].replace(old, new)
+    command = "exec python launcher.py"
+    if late:
+        files["late.py"] = (
+            "import hetero, time\ncluster = hetero.read_cluster()\n"
+            f"if (cluster.group, cluster.rank) == ('data_group', 1):\n    time.sleep({late})\n"
+        )
+        command = f"python late.py && {command}"
+    hyperparameters = {**HYPERPARAMETERS, **settings.pop("hyperparameters", {})}
+    name = jobs.create(
+        files,
+        command,
+        settings.pop("groups", GROUPS),
+        hyperparameters=hyperparameters,
+        environment={"HETERO_TOKEN": "a secret"},
+        input_data_config=[InputData(channel_name="training", data_source=f"s3://{BUCKET}/mnist")],
+        **settings,
+    )
+    return Running(jobs, name)
+
+
+def after_steps(job: Running) -> None:
+    """Wait until the training is well under way."""
+    job.jobs.wait_for_log(job.name, "step=8 ")
+
+
+@dataclass
+class Ending:
+    """One way that a job can end.
+
+    seconds: from the event to the last host's exit, at most. With `slow` most of it is waiting, so
+    that several can be waited for together.
+    """
+
+    status: str
+    reason: str  # a regular expression for the whole FailureReason without AWS's prefix and suffix
+    seconds: float
+    event: Callable[[Running], object]
+    when: Callable[[Running], None] = after_steps
+    settings: dict = field(default_factory=dict)
+    logged: str = ""  # what the log must have
+    slow: bool = False
+
+
+def steps(number: int) -> dict:
+    """Settings of a job that ends by itself after so many steps."""
+    return {"hyperparameters": {"max-steps": number}}
+
+
+RAISE = (
+    "            step += 1\n",
+    "            step += 1\n            if (rank, step) == (3, 20):\n"
+    "                raise ValueError('no number')\n",
+)
+JOIN_SOONER = ("JOIN_SECONDS = 600", "JOIN_SECONDS = 20")
+AWS_KILLS = 120  # seconds after SIGTERM
+
+ENDINGS = {
+    "training succeeds": Ending(
+        "Completed", "", 10, lambda job: job.jobs.wait_for_log(job.name, "training finished"),
+        settings=steps(30), logged="all hosts have signed off",
+    ),
+    "training script raises": Ending(
+        "Failed", rf"On {DNN}, in train_dnn.py, rank 3 ended with ValueError: no number\.",
+        10, lambda job: job.jobs.wait_for_log(job.name, "ValueError"),
+        settings={"changes": {"train_dnn.py": RAISE}},
+    ),
+    "a rank is killed": Ending(
+        "Failed", rf"On {DNN}, in train_dnn.py, rank 3 died without an exception\.", 10,
+        lambda job: job.rank(3).kill(),
+    ),
+    "a rank hangs": Ending(
+        "Failed", rf"On {DNN}, in train_dnn.py, rank 3 has not run for 30 s\.", 45,
+        lambda job: job.rank(3).suspend(), slow=True,
+    ),
+    "a data server crashes once": Ending(
+        "Completed", "", 60, lambda job: job.kill_data_servers([0], times=1),
+        settings=steps(150), logged="train_data.py was killed by signal 9; restart in 1 s",
+    ),
+    "a data server crashes again and again": Ending(
+        "Completed", "", 90, lambda job: job.kill_data_servers([0], times=4),
+        settings=steps(400), logged="The job goes on without it.",
+    ),
+    "all data servers crash again and again": Ending(
+        "Failed",
+        rf"On {DATA}, train_data.py was killed by signal 9, 4 times\. "
+        r"No host of data_group is left\.",
+        10, lambda job: job.kill_data_servers([0, 1], times=4),
+    ),
+    "launcher killed on a data host": Ending(
+        "Failed", rf"The launcher on {DATA} is gone: connection closed\.", 15,
+        lambda job: job.launcher("data_group", 1).kill(),
+    ),
+    "launcher killed on a dnn host": Ending(
+        "Failed", rf"The launcher on {DNN} is gone: connection closed\.", 15,
+        lambda job: job.launcher("dnn_group", 1).kill(),
+    ),
+    "launcher killed on the leader": Ending(
+        "Failed", rf"{ANY} lost the leader, {DNN}: connection closed\.", 15,
+        lambda job: job.launcher("dnn_group", 0).kill(),
+    ),
+    "the leader's host falls silent": Ending(
+        "Failed", rf"{ANY} lost the leader, {DNN}: silent for 20 s\.",
+        30 + AWS_KILLS, lambda job: job.freeze("dnn_group", 0), slow=True,
+    ),
+    "a data host falls silent": Ending(
+        "Failed", rf"The launcher on {DATA} is gone: silent for 20 s\.",
+        30 + AWS_KILLS, lambda job: job.freeze("data_group", 0), slow=True,
+    ),
+    "StopTrainingJob": Ending(
+        "Stopped", "", 15, Running.stop, logged="stopped by SIGTERM after step",
+    ),
+    "MaxRuntimeInSeconds": Ending(
+        "Stopped", "", 15, lambda job: job.jobs.wait_for_log(job.name, "stopped by SIGTERM"),
+        settings={"max_runtime_seconds": 30}, logged="stopped by SIGTERM after step",
+    ),
+    "a host starts 60 s later": Ending(
+        "Completed", "", 120, lambda job: None, when=lambda job: None,
+        settings={"late": 60, **steps(30)}, slow=True,
+    ),
+    "a host never comes": Ending(
+        "Failed", rf"{DATA} did not come up within 20 s\.", 50 + AWS_KILLS,
+        lambda job: None, when=lambda job: None, slow=True,
+        settings={"late": 3600, "changes": {"hetero.py": JOIN_SOONER}},
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Begun:
+    """An ending whose event has happened."""
+
+    name: str
+    job: Running
+    event_at: float  # seconds since 1970
+    port: int  # the job's first
+    folder: Path  # where its hosts' files are
+
+
+def begin(jobs: Jobs, name: str) -> Begun:
+    """Start the job and bring the event about."""
+    ending = ENDINGS[name]
+    job = start(jobs, **ending.settings)
+    ending.when(job)
+    environment = job.environment()
+    folder = Path(environment["SAGEMAKER_BASE_DIR"]).parents[2]
+    port = json.loads(environment["LOCAL_SAGEMAKER"])["base_port"]
+    ending.event(job)
+    return Begun(name, job, time.time(), port, folder)
+
+
+def finish(begun: Begun) -> float:
+    """Wait for the job's end, check what the ending says; return the seconds that it took."""
+    ending, name = ENDINGS[begun.name], begun.job.name
+    answer = begun.job.jobs.wait(name, seconds=ending.seconds + 60)
+    reason = answer.get("FailureReason") or ""
+    assert answer["TrainingJobStatus"] == ending.status, reason
+    if ending.status == "Failed":
+        assert re.fullmatch(rf"AlgorithmError: {ending.reason}, exit code: \d+", reason), reason
+    if ending.logged:
+        assert any(ending.logged in line for line in begun.job.log())
+    phases = {phase["Status"]: phase for phase in answer["SecondaryStatusTransitions"]}
+    return phases["Training"]["EndTime"].timestamp() - begun.event_at
+
+
+def left_behind(begun: Begun) -> list:
+    """What is there of a job that has ended: processes, files of theirs, ports in use."""
+    connections = psutil.net_connections("tcp")
+    ports = range(begun.port, begun.port + 50)
+    listening = [c.laddr for c in connections if c.laddr.port in ports and c.status == "LISTEN"]
+    return [*begun.job.processes(), *filter(Path.exists, [begun.folder]), *listening]
+
+
+def main() -> None:
+    """Run all endings, or those named, some times; print the worst time of each."""
+    from shared import local_sagemaker
+
+    runs, names = int(sys.argv[1]), sys.argv[2:] or list(ENDINGS)
+    with tempfile.TemporaryDirectory() as folder, local_sagemaker.start() as local:
+        upload_images()
+        jobs = Jobs(local.role, Path(folder))
+        for name in names:
+            seconds = []
+            for _ in range(runs):
+                begun = begin(jobs, name)
+                try:
+                    seconds.append(finish(begun))
+                except AssertionError as e:
+                    print(name, "FAILED", e)
+                    print(*begun.job.log(), sep="\n")
+                    seconds.append(-1)
+            print(f"| {name} | {max(seconds):.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

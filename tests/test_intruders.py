@@ -1,0 +1,140 @@
+"""Strangers at every port that a running job of the PyTorch example listens on."""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+
+import grpc
+import psutil
+import pytest
+
+import endings
+from endings import CODE, Running
+from jobs import Jobs
+
+sys.path.insert(0, str(CODE))
+
+GIVEN_UP = 50 << 20  # bytes that a process may grow by, among them what training itself takes
+ATTACKS = {
+    "random bytes": os.urandom(1 << 16),
+    "nothing at all": b"",
+    "half a message": b'{"host": "algo-1", "pro',
+    "a line of 16 MiB": b"a" * (16 << 20),
+    "nested too deep": b"[" * 8000 + b"\n",
+}
+
+
+@pytest.fixture(scope="module")
+def job(jobs: Jobs) -> Running:
+    """A job that trains until it is stopped; it must still do so after each test."""
+    endings.upload_images()
+    running = endings.start(jobs)
+    endings.after_steps(running)
+    return running
+
+
+@pytest.fixture
+def unharmed(job: Running):
+    """After the test training goes on, and no process has grown much."""
+    before = {process: process.memory_info().rss for process in job.processes()}
+    yield
+    step = last_step(job)
+    deadline = time.monotonic() + 30
+    while last_step(job) < step + 10:
+        assert time.monotonic() < deadline, f"training has stopped at step {step}"
+        time.sleep(0.1)
+    after = {process: process.memory_info().rss for process in before}
+    grown = {process: after[process] - before[process] for process in before}
+    assert max(grown.values()) < GIVEN_UP, grown
+
+
+def last_step(job: Running) -> int:
+    return max(int(line.split()[0][5:]) for line in job.log() if line.startswith("step="))
+
+
+def listeners(job: Running) -> list[tuple[str, int]]:
+    """Where the job's processes listen: launcher, torchrun, data servers, and gloo in each rank."""
+    connections = [c for process in job.processes() for c in process.net_connections("tcp")]
+    found = {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+    return [("127.0.0.1" if ip in ("0.0.0.0", "::") else ip, port) for ip, port in found]
+
+
+def first_port(job: Running) -> int:
+    return json.loads(job.environment()["LOCAL_SAGEMAKER"])["base_port"]
+
+
+def leader(job: Running) -> tuple[str, int]:
+    return next(address for address in listeners(job) if address[1] == first_port(job))
+
+
+def refusals(job: Running, why: str) -> int:
+    return sum(line.startswith("hetero: refused") and why in line for line in job.log())
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_talk_that_is_not_ours_on_every_port(job: Running, unharmed, attack: str):
+    addresses = listeners(job)
+    assert len({port for _, port in addresses}) >= 3 + 4  # ours, and at least one of each rank
+    with contextlib.ExitStack() as connections:
+        for address in addresses:
+            connection = connections.enter_context(socket.create_connection(address, timeout=5))
+            connection.settimeout(1)
+            with contextlib.suppress(OSError):  # cut off, or not listened to: both will do
+                connection.sendall(ATTACKS[attack])
+        time.sleep(6)  # held open longer than the launcher waits
+
+
+def test_500_connections_at_once_on_every_port(job: Running, unharmed):
+    for address in listeners(job):
+        with contextlib.ExitStack() as connections:
+            for _ in range(500):
+                with contextlib.suppress(OSError):
+                    connections.enter_context(socket.create_connection(address, timeout=5))
+            time.sleep(0.5)
+
+
+def test_wrong_token_and_replay_are_refused_with_a_line(job: Running, unharmed, monkeypatch):
+    import hetero
+
+    host = job.host("data_group", 0)
+    with socket.create_connection(leader(job)) as first, socket.create_connection(
+        leader(job)
+    ) as second:  # fmt: skip
+        nonce = json.loads(first.makefile().readline())["nonce"]
+        monkeypatch.setenv("HETERO_TOKEN", "a guess")
+        hello = {"host": host, "proof": hetero.sign(nonce, host)}
+        first.sendall(json.dumps(hello).encode() + b"\n")
+        assert first.recv(100) == b""  # not welcome
+        # What a host of the job has said in another connection is worth nothing in this one.
+        monkeypatch.setenv("HETERO_TOKEN", "a secret")
+        hello = {"host": host, "proof": hetero.sign(nonce, host)}
+        second.sendall(json.dumps(hello).encode() + b"\n")
+        lines = second.makefile().read().splitlines()
+    assert [set(json.loads(line)) for line in lines] == [{"nonce"}]
+    job.jobs.wait_for_log(job.name, "refused a connection from 127.0.0.1: wrong token")
+
+
+def test_wrong_token_is_refused_by_data_servers_with_a_line(job: Running, unharmed):
+    from wire import messages, services
+
+    feed = next(a for a in listeners(job) if a[1] == first_port(job) + 2)
+    with grpc.insecure_channel(f"{feed[0].removeprefix('::ffff:')}:{feed[1]}") as channel:
+        stub = services.DatasetFeedStub(channel)
+        for _ in range(20):
+            with pytest.raises(grpc.RpcError) as refused:
+                stub.Describe(messages.DescribeRequest(), metadata=[("authorization", "Bearer x")])
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    job.jobs.wait_for_log(job.name, "refused a call")
+    assert sum("refused a call" in line for line in job.log()) <= 2  # in 20 calls
+
+
+def test_refusals_are_few_and_the_job_ends_as_it_should(job: Running):
+    """The last test of this module: 500 connections and more have left a few lines."""
+    reasons = {line.split(": ", 2)[2] for line in job.log() if line.startswith("hetero: refused")}
+    assert {"not a launcher's message", "silent for 5 s", "wrong token"} <= reasons
+    assert refusals(job, "") < 30
+    job.stop()
+    assert job.jobs.wait(job.name)["TrainingJobStatus"] == "Stopped"
