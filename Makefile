@@ -4,7 +4,7 @@
 python := .venv/bin/python
 environment := .venv/.ready
 
-.PHONY: help demo test lab lint clean
+.PHONY: help demo test soak lab lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
@@ -14,6 +14,9 @@ demo: $(environment) ## run the notebooks on this machine, without an AWS accoun
 
 test: $(environment) ## run the tests
 	@$(python) -m pytest
+
+soak: $(environment) ## let random things happen to 50 training jobs, for about half an hour
+	@$(python) tests/soak.py 0 50
 
 lab: $(environment) ## open JupyterLab on the environment
 	@$(python) -m jupyterlab

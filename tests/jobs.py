@@ -1,6 +1,9 @@
 """Training jobs on this machine, through the SageMaker SDK, for tests."""
 
 import itertools
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +13,17 @@ from sagemaker.train import ModelTrainer
 
 from shared import monitoring
 
+ROOT = Path(__file__).parent.parent
+KERNEL = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+sys.path[:0] = [{root!r}, {tests!r}]
+from pathlib import Path
+from shared import local_sagemaker
+session = local_sagemaker.start()
+from jobs import Jobs
+jobs = Jobs(session.role, Path(sys.argv[1]))
+"""
 _numbers = itertools.count(1)
 
 
@@ -79,6 +93,19 @@ class Jobs:
             return [line.text for line in monitoring.logs(name)]
         except ValueError:  # no log yet
             return []
+
+
+def start_kernel(body: str, folder: Path, **environment: str) -> subprocess.Popen:
+    """Run `body` in a process of its own, as a user's notebook kernel would."""
+    text = KERNEL.format(root=str(ROOT), tests=str(ROOT / "tests")) + body
+    return subprocess.Popen(
+        [sys.executable, "-c", text, str(folder)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def processes_naming(text: str) -> list[int]:

@@ -1,12 +1,15 @@
 """Every way that a job of the PyTorch example can end: see endings.py for the table."""
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 
 import endings
 from endings import ENDINGS
-from jobs import Jobs
+from jobs import Jobs, start_kernel
 
 SLOW = [name for name, ending in ENDINGS.items() if ending.slow]
 QUICK = [name for name, ending in ENDINGS.items() if not ending.slow]
@@ -38,3 +41,37 @@ def test_ending(jobs: Jobs, waiting: dict, name: str):
 def test_slow_ending(waiting: dict, name: str):
     assert endings.finish(waiting[name]) < ENDINGS[name].seconds
     assert_nothing_left(waiting[name])
+
+
+KERNEL = """
+import endings
+from shared import monitoring
+endings.upload_images()
+job = endings.start(jobs, hyperparameters={"max-steps": 100})
+endings.after_steps(job)
+print("RUNNING", job.name, flush=True)
+try:
+    monitoring.wait(job.name)
+except KeyboardInterrupt:  # ends a notebook's cell, not its kernel
+    print("INTERRUPTED", flush=True)
+monitoring.wait(job.name)
+print("ENDED WELL", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_and_the_end_of_the_kernel(tmp_path: Path, temporary_folder: Path, number: int):
+    kernel = start_kernel(KERNEL, tmp_path)
+    running = next(line for line in kernel.stdout if line.startswith("RUNNING"))
+    job = endings.Running(None, running.split()[1])
+    assert job.processes("train_dnn.py")
+    os.kill(kernel.pid, number)
+    if number == signal.SIGINT:
+        assert "INTERRUPTED\n" in kernel.stdout
+        assert job.processes("train_dnn.py")
+        assert "ENDED WELL\n" in kernel.stdout
+    kernel.communicate(timeout=30)
+    deadline = time.monotonic() + 5
+    while left := [*job.processes(), *temporary_folder.iterdir()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)

@@ -9,35 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs import processes_naming
+from jobs import ROOT, processes_naming, start_kernel
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-
-ROOT = Path(__file__).parent.parent
-SCRIPT = """
-import os, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
-sys.path[:0] = [{root!r}, {tests!r}]
-from pathlib import Path
-from shared import local_sagemaker
-session = local_sagemaker.start()
-from jobs import Jobs
-jobs = Jobs(session.role, Path(sys.argv[1]))
-"""
-
-
-def start_script(body: str, folder: Path, **environment: str) -> subprocess.Popen:
-    """Run `body` in a process of its own, as a user's notebook kernel would."""
-    text = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests")) + body
-    return subprocess.Popen(
-        [sys.executable, "-c", text, str(folder)],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
 
 SLEEPING_JOB = """
 name = jobs.create({"train.py": "import time; print('ready', flush=True); time.sleep(100)"},
@@ -52,7 +26,7 @@ def test_no_host_outlives_the_kernel(tmp_path: Path, temporary_folder: Path, end
     body = SLEEPING_JOB + {"stop": "session.stop()\nprint('STOPPED')", "exit": ""}.get(
         end, "time.sleep(100)"
     )
-    process = start_script(body, tmp_path)
+    process = start_kernel(body, tmp_path)
     for line in process.stdout:
         if line.startswith("RUNNING"):
             break
@@ -75,7 +49,7 @@ def test_no_host_outlives_a_kernel_whose_forked_child_does(tmp_path: Path, tempo
         "if os.fork() == 0: time.sleep(60); os._exit(0)\n"
         "print('FORKED', flush=True); time.sleep(100)"
     )
-    process = start_script(body, tmp_path)
+    process = start_kernel(body, tmp_path)
     try:
         assert any(line.startswith("FORKED") for line in process.stdout)
         process.kill()
@@ -100,7 +74,7 @@ session.stop()
 print("STOPPED IN", time.monotonic() - started, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    process = start_script(body, tmp_path)
+    process = start_kernel(body, tmp_path)
     seconds = next(float(x.split()[2]) for x in process.stdout if x.startswith("STOPPED IN"))
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -117,7 +91,7 @@ session.stop()
 with local_sagemaker.start(largest_cluster={"ml.m5.large": 1}) as again:
     print("AGAIN", again is not session, again.scale_vcpus)
 """
-    process = start_script(body, tmp_path)
+    process = start_kernel(body, tmp_path)
     output = process.communicate(timeout=60)[0]
     assert "STILL 200" in output and "AGAIN True 2" in output, output
 
@@ -152,7 +126,7 @@ except Exception as error:
 print("OUTSIDE", outside)
 print("ENDPOINT", os.environ["AWS_ENDPOINT_URL"], os.environ["AWS_ACCESS_KEY_ID"])
 """
-    process = start_script(
+    process = start_kernel(
         body,
         tmp_path,
         MY_PASSWORD="hunter2",

@@ -11,7 +11,6 @@ whichever of them fail on the way.
 """
 
 import atexit
-import contextlib
 import queue
 import threading
 import time
@@ -39,6 +38,7 @@ CHANNEL_OPTIONS = [
 ]
 
 RETRY_PAUSE = 0.5  # seconds, after all hosts have failed in turn
+AVOID_SECONDS = 60  # for so long after its failure a host is asked only when all others fail
 
 
 class DatasetError(RuntimeError):
@@ -78,8 +78,9 @@ class FeedLoader(EpochLoader):
             raise ValueError(f"read_ahead must be at least 1, but is {read_ahead}")
         self._hosts = list(hosts)
         self._metadata = [("authorization", f"Bearer {token}")]
+        self._failed_at: dict[str, float] = {}  # monotonic seconds, of hosts that fail
         self._stream = partial(
-            BatchStream, set(self._hosts), self._metadata, read_ahead, pin_memory, retry_timeout
+            BatchStream, self._failed_at, self._metadata, read_ahead, pin_memory, retry_timeout
         )
         length = self._ask_length(connect_timeout)
         super().__init__(BatchPlan(length, batch_size, shuffle, drop_last, seed, rank, world_size))
@@ -117,7 +118,8 @@ class FeedLoader(EpochLoader):
                     "data hosts must serve the same dataset, but "
                     f"{first} has {lengths[first]} samples and {host} has {length}"
                 )
-        for failure in failures.values():
+        for host, failure in failures.items():
+            self._failed_at[host] = time.monotonic()
             print(f"{failure} Its batches will be asked of others.", flush=True)
         return lengths[first]
 
@@ -125,8 +127,10 @@ class FeedLoader(EpochLoader):
         count = len(self._hosts)
         streams: list[BatchStream] = []
         try:
+            long_ago = time.monotonic() - AVOID_SECONDS
             for place in range(count):
                 hosts = self._hosts[place:] + self._hosts[:place]
+                hosts.sort(key=lambda host: self._failed_at.get(host, long_ago) > long_ago)
                 streams.append(self._stream(hosts, plan, epoch, range(place, len(plan), count)))
             for number in range(len(plan)):
                 yield streams[number % count].take()
@@ -142,7 +146,7 @@ class BatchStream:
     They come from the first of `hosts` until it fails, then from the next, and so on in a circle.
     """
 
-    healthy: set[str]  # hosts whose failure would be news; shared by all streams of a loader
+    failed_at: dict[str, float]  # of all streams of a loader
     metadata: list[tuple[str, str]]
     read_ahead: int  # batches
     pin_memory: bool
@@ -209,7 +213,7 @@ class BatchStream:
                     return self._receive(host, number)
                 self._connect(host, number)
                 batch = self._receive(host, number)
-                self.healthy.add(host)  # it answers: not just what had come before it failed
+                self.failed_at.pop(host, None)  # it answers: not just what came before it failed
                 return batch
             except (grpc.RpcError, ConnectionError) as error:
                 failure = _explain(error, host) if isinstance(error, grpc.RpcError) else error
@@ -225,9 +229,9 @@ class BatchStream:
                 sentence = f"no data host has sent batch {number} for {self.retry_timeout:g} s"
                 raise ConnectionError(f"{sentence}: {failure}")
             self._place = (self._place + 1) % len(self.hosts)
-            with contextlib.suppress(KeyError):  # its failure has been printed
-                self.healthy.remove(host)
+            if host not in self.failed_at:  # else that has been printed
                 print(f"{failure}: asking {self.hosts[self._place]} for its batches", flush=True)
+            self.failed_at[host] = time.monotonic()
             if failures % len(self.hosts) == 0:
                 self._closed.wait(RETRY_PAUSE)
 
