@@ -89,6 +89,12 @@ class Running:
         groups = json.loads((folder / "resourceconfig.json").read_text())["instance_groups"]
         return next(g["hosts"] for g in groups if g["instance_group_name"] == group)[number]
 
+    def started_at(self) -> float:
+        """When its hosts were started, in seconds since 1970."""
+        job = boto3.client("sagemaker").describe_training_job(TrainingJobName=self.name)
+        phases = {phase["Status"]: phase for phase in job["SecondaryStatusTransitions"]}
+        return phases["Training"]["StartTime"].timestamp()
+
     def rank(self, number: int) -> psutil.Process:
         """A rank's process; 0 and 1 are on the first dnn host, 2 and 3 on the second."""
         return self.process("train_dnn.py", RANK=str(number))
@@ -181,6 +187,7 @@ RAISE = (
     "                raise ValueError('no number')\n",
 )
 JOIN_SOONER = ("JOIN_SECONDS = 600", "JOIN_SECONDS = 20")
+RUNTIME = 30  # seconds
 AWS_KILLS = 120  # seconds after SIGTERM
 
 ENDINGS = {
@@ -239,12 +246,12 @@ ENDINGS = {
         "Stopped", "", 15, Running.stop, logged="stopped by SIGTERM after step",
     ),
     "MaxRuntimeInSeconds": Ending(
-        "Stopped", "", 15, lambda job: job.jobs.wait_for_log(job.name, "stopped by SIGTERM"),
-        settings={"max_runtime_seconds": 30}, logged="stopped by SIGTERM after step",
+        "Stopped", "", 15, lambda job: time.sleep(job.started_at() + RUNTIME - time.time()),
+        settings={"max_runtime_seconds": RUNTIME}, logged="stopped by SIGTERM after step",
     ),
     "a host starts 60 s later": Ending(
         "Completed", "", 120, lambda job: None, when=lambda job: None,
-        settings={"late": 60, **steps(30)}, slow=True,
+        settings={"late": 60, "max_runtime_seconds": 600, **steps(30)}, slow=True,
     ),
     "a host never comes": Ending(
         "Failed", rf"{DATA} did not come up within 20 s\.", 50 + AWS_KILLS,
@@ -298,7 +305,16 @@ def finish(begun: Begun) -> float:
 def seconds_to_end(begun: Begun, job: dict) -> float:
     """From the event to the last host's exit."""
     phases = {phase["Status"]: phase for phase in job["SecondaryStatusTransitions"]}
-    return phases["Training"]["EndTime"].timestamp() - begun.event_at
+    last = phases.get("Stopping", phases["Training"])  # until then some host was running
+    return last["EndTime"].timestamp() - begun.event_at
+
+
+def is_of_a_job(pid: int) -> bool:
+    """Whether a process belongs to some job, or has ended."""
+    try:
+        return "TRAINING_JOB_NAME" in psutil.Process(pid).environ()
+    except psutil.Error:
+        return True
 
 
 def left_behind(begun: Begun) -> list:
@@ -310,7 +326,7 @@ def left_behind(begun: Begun) -> list:
         if connection.laddr.port in ports
         and connection.status == psutil.CONN_LISTEN
         # A job that has begun meanwhile may have got the same ports.
-        and "TRAINING_JOB_NAME" not in psutil.Process(connection.pid).environ()
+        and not is_of_a_job(connection.pid)
     ]
     return [*begun.job.processes(), *filter(Path.exists, [begun.folder]), *listening]
 

@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -21,48 +22,81 @@ from jobs import Jobs
 from shared import local_sagemaker
 
 AT_ONCE = 4  # jobs that wait for the end of a host that hangs
-LONGEST = 30 + endings.AWS_KILLS + 30  # seconds: noticed, killed, and this machine is busy
+LONGEST = 60 + endings.AWS_KILLS + 30  # seconds: noticed, killed, and this machine is busy
 ACTIONS = {
     "kill": psutil.Process.kill,
     "terminate": psutil.Process.terminate,
     "hang": psutil.Process.suspend,
 }
+# Of what else hangs, a torchrun or a data worker, nobody takes notice before MaxRuntimeInSeconds.
+MAY_HANG = ("launcher.py", "train_dnn.py", "train_data.py")
 
 
-def begin(jobs: Jobs, seed: int) -> tuple[endings.Begun, str, bool]:
-    """Start a job and let something happen; return what, and whether a launcher was up."""
+@dataclass
+class Attempt:
+    """What has been done to a job."""
+
+    begun: endings.Begun
+    what: str
+    host: str  # to be named by the FailureReason, if it is clear which one that is
+    launched: bool  # whether there was a launcher to say why the job fails
+
+
+def begin(jobs: Jobs, seed: int) -> Attempt:
+    """Start a job and let something happen."""
     chance = random.Random(seed)
-    job = endings.start(jobs, hyperparameters={"max-steps": 60})
+    job = endings.start(jobs, hyperparameters={"max-steps": 60}, max_runtime_seconds=900)
     environment = job.environment()
     seconds = chance.uniform(0, 20)
     time.sleep(seconds)
-    launched = bool(job.processes("launcher.py"))
-    what = chance.choice(["stop", *ACTIONS])
-    processes = job.processes()
-    if what == "stop":
-        if processes:
-            job.stop()
-    elif processes:
-        victim = chance.choice(processes)
-        words = victim.cmdline()
+    launched, trains = bool(job.processes("launcher.py")), bool(job.processes("train_dnn.py"))
+    what, host = chance.choice(["stop", *ACTIONS]), ""
+    victims = [(name, process) for process in job.processes() if (name := script(process))]
+    if what == "hang":
+        victims = [(name, process) for name, process in victims if name in MAY_HANG]
+    if not victims:
+        what = "nothing"
+    elif what == "stop":
+        job.stop()
+    else:
+        name, victim = chance.choice(victims)
+        if trains and what == "kill" and name in ("launcher.py", "train_dnn.py"):
+            host = Path(victim.environ()["SAGEMAKER_BASE_DIR"]).parents[1].name
         ACTIONS[what](victim)
-        what += " " + next((Path(w).name for w in words if w.endswith((".py", ".sh"))), words[-1])
-    what = f"after {seconds:.1f} s: {what}"
-    return endings.Begun.of(str(seed), job, environment), what, launched
+        what += f" {name}"
+    begun = endings.Begun.of(str(seed), job, environment)
+    return Attempt(begun, f"{what} after {seconds:.1f} s", host, launched)
 
 
-def finish(begun: endings.Begun, what: str, launched: bool) -> str:
+def script(process: psutil.Process) -> str:
+    """The script that a process runs; of Python's own helper processes the module."""
+    try:
+        words = process.cmdline()
+        scripts = [Path(word).name for word in words if word.endswith((".py", ".sh"))]
+        return (
+            "torchrun" if "torch.distributed.run" in words else (scripts or words[-1:] or [""])[0]
+        )
+    except psutil.Error:
+        return ""
+
+
+def finish(attempt: Attempt) -> str:
     """Wait for the job's end; return a line that says how it ended."""
+    begun = attempt.begun
     job = begun.job.jobs.wait(begun.job.name, seconds=LONGEST)
-    reason = job.get("FailureReason") or ""
-    if job["TrainingJobStatus"] == "Failed" and launched:
-        assert re.match(r"AlgorithmError: .*algo-\d \(\w+\)", reason), reason
+    status, reason = job["TrainingJobStatus"], job.get("FailureReason") or ""
+    line = (
+        f"{begun.name}: {attempt.what}: {status} {endings.seconds_to_end(begun, job):.0f} s later"
+    )
+    assert status != "Stopped" or attempt.what.startswith("stop"), line
+    if status == "Failed" and attempt.launched:
+        named = attempt.host or r"algo-\d"
+        assert re.match(rf"AlgorithmError: .*{named} \(\w+\)", reason), f"{line}. {reason}"
     deadline = time.monotonic() + 5
     while left := endings.left_behind(begun):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
-    seconds = endings.seconds_to_end(begun, job)
-    return f"{begun.name}: {what}: {job['TrainingJobStatus']} {seconds:.0f} s later. {reason}"
+    return f"{line}. {reason}"
 
 
 def main() -> None:
@@ -74,7 +108,7 @@ def main() -> None:
         for seed in seeds:
             begun.append(begin(jobs, seed))
             while len(begun) == AT_ONCE or (begun and seed == seeds[-1]):
-                print(finish(*begun.pop(0)), flush=True)
+                print(finish(begun.pop(0)), flush=True)
     print(f"{len(seeds)} seeds, all as promised")
 
 

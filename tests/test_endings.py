@@ -70,8 +70,8 @@ def test_ctrl_c_and_the_end_of_the_kernel(tmp_path: Path, temporary_folder: Path
         assert "INTERRUPTED\n" in kernel.stdout
         assert job.processes("train_dnn.py")
         assert "ENDED WELL\n" in kernel.stdout
-    kernel.communicate(timeout=30)
     deadline = time.monotonic() + 5
     while left := [*job.processes(), *temporary_folder.iterdir()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+    kernel.communicate(timeout=30)

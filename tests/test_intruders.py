@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 
 import grpc
@@ -31,7 +32,7 @@ ATTACKS = {
 def job(jobs: Jobs) -> Running:
     """A job that trains until it is stopped; it must still do so after each test."""
     endings.upload_images()
-    running = endings.start(jobs)
+    running = endings.start(jobs, max_runtime_seconds=600)
     endings.after_steps(running)
     return running
 
@@ -105,12 +106,12 @@ def test_wrong_token_and_replay_are_refused_with_a_line(job: Running, unharmed, 
     ) as second:  # fmt: skip
         nonce = json.loads(first.makefile().readline())["nonce"]
         monkeypatch.setenv("HETERO_TOKEN", "a guess")
-        hello = {"host": host, "proof": hetero.sign(nonce, host)}
+        hello = {"host": host, "proof": hetero.sign("join", nonce, host)}
         first.sendall(json.dumps(hello).encode() + b"\n")
         assert first.recv(100) == b""  # not welcome
         # What a host of the job has said in another connection is worth nothing in this one.
         monkeypatch.setenv("HETERO_TOKEN", "a secret")
-        hello = {"host": host, "proof": hetero.sign(nonce, host)}
+        hello = {"host": host, "proof": hetero.sign("join", nonce, host)}
         second.sendall(json.dumps(hello).encode() + b"\n")
         lines = second.makefile().read().splitlines()
     assert [set(json.loads(line)) for line in lines] == [{"nonce"}]
@@ -129,6 +130,19 @@ def test_wrong_token_is_refused_by_data_servers_with_a_line(job: Running, unharm
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     job.jobs.wait_for_log(job.name, "refused a call")
     assert sum("refused a call" in line for line in job.log()) <= 2  # in 20 calls
+
+
+def test_calls_without_a_token_that_never_say_more(job: Running, unharmed):
+    """More of them than a data server has threads; training asks for its next epoch meanwhile."""
+    feed = next(a for a in listeners(job) if a[1] == first_port(job) + 2)
+    with grpc.insecure_channel(f"{feed[0].removeprefix('::ffff:')}:{feed[1]}") as channel:
+        method = channel.stream_unary("/dataset_feed.DatasetFeed/Describe")
+        silence = threading.Event()
+        calls = [method.future(iter(silence.wait, None)) for _ in range(300)]
+        codes = {call.exception(timeout=10).code() for call in calls}
+        silence.set()
+    assert grpc.StatusCode.UNAUTHENTICATED in codes  # others: too many at once
+    assert codes <= {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 def test_refusals_are_few_and_the_job_ends_as_it_should(job: Running):

@@ -3,8 +3,10 @@
 import time
 from pathlib import Path
 
+import boto3
 import pytest
 
+from endings import Running
 from jobs import Jobs
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -144,3 +146,43 @@ def test_a_third_group_runs_what_the_launcher_says_for_it(jobs: Jobs):
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     log = jobs.log(job["TrainingJobName"])
     assert (log.count("serving"), log.count("training")) == (3, 2)
+
+
+def test_sigterm_reaches_the_training_of_every_host(jobs: Jobs):
+    files = {**RUNTIME, "launcher.py": LAUNCHER, "data_group.py": SERVE}
+    files["dnn_group.py"] = (
+        "import os, signal, sys, time\n"
+        "def told(*_):\n    print('told:', os.environ['SM_CURRENT_HOST'])\n    sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, told)\nprint('ready', flush=True)\ntime.sleep(100)"
+    )
+    environment = {"HETERO_TOKEN": "secret"}
+    name = jobs.create(files, "exec python launcher.py", GROUPS, environment=environment)
+    deadline = time.monotonic() + 60
+    while jobs.log(name).count("ready") < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    boto3.client("sagemaker").stop_training_job(TrainingJobName=name)
+    assert jobs.wait(name)["TrainingJobStatus"] == "Stopped"
+    told = [line for line in jobs.log(name) if line.startswith("told: algo-")]
+    assert len(set(told)) == len(told) == 2
+
+
+def test_a_stop_that_one_host_hears_first_gives_the_others_their_time(jobs: Jobs):
+    """The last checkpoint may be written on a host that has not got its own SIGTERM yet."""
+    files = {**RUNTIME, "launcher.py": LAUNCHER, "data_group.py": SERVE}
+    files["dnn_group.py"] = (
+        "import os, signal, sys, time\n"
+        "def told(*_):\n    time.sleep(10)\n    print('saved', flush=True)\n    sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, told)\nprint('ready', flush=True)\ntime.sleep(100)"
+    )
+    environment = {"HETERO_TOKEN": "secret"}
+    name = jobs.create(files, "exec python launcher.py", GROUPS, environment=environment)
+    jobs.wait_for_log(name, "ready")
+    time.sleep(2)
+    launchers = Running(jobs, name).processes("launcher.py")
+    assert len(launchers) == 4
+    launchers[0].terminate()
+    job = jobs.wait(name)
+    assert job["TrainingJobStatus"] == "Failed"
+    assert "stopped by SIGTERM, dnn_group.py exited with status 1" in job["FailureReason"]
+    assert jobs.log(name).count("saved") == 2

@@ -50,14 +50,19 @@ def test_interrupted_job_ends_as_the_uninterrupted_one(jobs: Jobs):
     assert jobs.wait(first.name)["TrainingJobStatus"] == "Stopped"
     stopped = re.search(r"stopped by SIGTERM after step (\d+)", "\n".join(first.log()))
     assert 8 <= int(stopped[1]) < STEPS
+    told = [line for line in first.log() if "stopped by SIGTERM after step" in line]
+    assert len(told) >= 4  # each rank of each host, and what the launchers say of it
 
     second = endings.start(jobs, **settings)
     resumed = jobs.wait(second.name)
     assert resumed["TrainingJobStatus"] == "Completed", resumed["FailureReason"]
     assert any(line.endswith(f"at step {stopped[1]}") for line in second.log())
 
+    # Without a checkpoint, and in groups of other names, which are hyperparameters.
     del settings["checkpoint_config"]
-    whole = endings.start(jobs, **settings)
+    settings["hyperparameters"].update({"data-group": "cpus", "dnn-group": "gpus"})
+    groups = {"cpus": endings.GROUPS["data_group"], "gpus": endings.GROUPS["dnn_group"]}
+    whole = endings.start(jobs, groups=groups, **settings)
     uninterrupted = jobs.wait(whole.name)
     assert len(batches(whole)) == 4 * STEPS
     assert sorted(batches(first) + batches(second)) == batches(whole)

@@ -90,6 +90,26 @@ class Answers(SeededBatches):
         return Answer(structure.SerializeToString(), tuple(buffers))
 
 
+class TokenCheck(grpc.ServerInterceptor):
+    """Refuses calls without the job's token, before it waits for their message or does anything."""
+
+    def __init__(self, token: str):
+        self._expected = f"Bearer {token}".encode()
+        self._printed_at = -REFUSAL_SECONDS  # monotonic time of the last line about a refusal
+        self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    def intercept_service(self, continuation: Callable, call: grpc.HandlerCallDetails) -> Any:
+        given = str(dict(call.invocation_metadata).get("authorization", "")).encode()
+        return continuation(call) if hmac.compare_digest(given, self._expected) else self._refusal
+
+    def _refuse(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        reason = "wrong or missing token"
+        if time.monotonic() > self._printed_at + REFUSAL_SECONDS:
+            self._printed_at = time.monotonic()
+            print(f"feed: refused a call from {context.peer()}: {reason}", flush=True)
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+
+
 class FeedServer(services.DatasetFeedServicer):
     """A running server, for a program that has other things to do as well; `stop` ends it.
 
@@ -112,9 +132,6 @@ class FeedServer(services.DatasetFeedServicer):
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, but is {num_workers}")
         self._answers = Answers(dataset, collate_fn)
-        self._authorization = f"Bearer {token}".encode()
-        self._refusals = threading.Lock()
-        self._next_refusal_line = 0.0  # when a refused call may be printed again
         self._num_workers = num_workers
         # Loaders between two streams, by number of workers: starting a worker takes about 0.2 s of
         # CPU time even so (1.5 s if it had to import torch), which need not be paid every epoch.
@@ -124,7 +141,10 @@ class FeedServer(services.DatasetFeedServicer):
 
         self._threads = ThreadPoolExecutor(MAX_STREAMS)
         self._server = grpc.server(
-            self._threads, options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_STREAMS
+            self._threads,
+            interceptors=[TokenCheck(token)],
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=MAX_STREAMS,
         )
         services.add_DatasetFeedServicer_to_server(self, self._server)
         try:
@@ -149,12 +169,10 @@ class FeedServer(services.DatasetFeedServicer):
 
     def Describe(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Answer with the length of the dataset."""
-        self._check_token(context)
         return messages.DatasetDescription(length=len(self._answers.dataset))
 
     def Batches(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         """Stream the batches asked for; memory is bounded by what the DataLoader prefetches."""
-        self._check_token(context)
         plan, numbers = self._read_request(request, context)
         if not numbers:
             return
@@ -177,16 +195,6 @@ class FeedServer(services.DatasetFeedServicer):
             for data in to_frames(answer.structure, answer.buffers):
                 yield messages.Frame(number=number, structure_size=structure_size, data=data)
                 structure_size = 0
-
-    def _check_token(self, context: grpc.ServicerContext) -> None:
-        given = str(dict(context.invocation_metadata()).get("authorization", ""))
-        if not hmac.compare_digest(given.encode(), self._authorization):
-            reason = "wrong or missing token"
-            with self._refusals:
-                if time.monotonic() >= self._next_refusal_line:
-                    self._next_refusal_line = time.monotonic() + REFUSAL_SECONDS
-                    print(f"feed: refused a call from {context.peer()}: {reason}", flush=True)
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
     def _read_request(self, request: Any, context: grpc.ServicerContext) -> tuple[BatchPlan, range]:
         try:

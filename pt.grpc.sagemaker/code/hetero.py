@@ -165,7 +165,7 @@ class Child:
         return f"{self.name} exited with status {self.process.returncode}{last_error}"
 
     def kill(self, number: int) -> None:
-        """Send a signal to the process and those that it started in its session's group."""
+        """Send a signal to the process and those that it started, unless in another session."""
         with contextlib.suppress(ProcessLookupError):  # nobody left
             os.killpg(self.process.pid, number)
 
@@ -176,7 +176,8 @@ class Child:
         while self.is_running() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         self.kill(signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
+            self.process.wait(timeout=1)
         self.reader.join(timeout=1)
 
 
@@ -205,10 +206,10 @@ async def receive(reader: asyncio.StreamReader, seconds: float) -> dict:
         raise ConnectionError("not a launcher's message") from None
 
 
-def sign(nonce: str, host: str) -> str:
-    """Prove, for one connection, that `host` knows the job's token."""
+def sign(*words: object) -> str:
+    """Prove, to the sender of a nonce among the words, that this host knows the job's token."""
     token = os.environ.get("HETERO_TOKEN", "").encode()
-    return hmac.new(token, ascii([nonce, host]).encode(), hashlib.sha256).hexdigest()
+    return hmac.new(token, ascii(words).encode(), hashlib.sha256).hexdigest()
 
 
 class Leader:
@@ -263,12 +264,12 @@ class Leader:
             nonce = secrets.token_hex(16)
             send(writer, nonce=nonce)
             hello = await receive(reader, HANDSHAKE_SECONDS)
-            host, proof = str(hello.get("host")), ascii(hello.get("proof")).strip("'")
-            if not hmac.compare_digest(proof, sign(nonce, host)):
+            host, proof = hello.get("host"), ascii(hello.get("proof")).strip("'")
+            if not hmac.compare_digest(proof, sign("join", nonce, host)):
                 raise ConnectionError("wrong token")
             if host not in self.awaited:
                 raise ConnectionError("a host that is not awaited")
-        except OSError as error:
+        except (OSError, RecursionError) as error:  # the latter is nesting's, in JSON or in `sign`
             if time.monotonic() - self.refused_at.get(str(error), -10) > 10:
                 self.refused_at[str(error)] = time.monotonic()
                 address = (writer.get_extra_info("peername") or ["?"])[0]
@@ -279,7 +280,7 @@ class Leader:
                 self.strangers.remove(writer)
         self.awaited.remove(host)
         self.members[host] = writer
-        send(writer, welcome=True)
+        send(writer, welcome=sign("welcome", hello.get("nonce")))
         if self.outcome:
             send(writer, **self.outcome)
         elif not self.awaited:
@@ -294,9 +295,11 @@ class Leader:
 
     def _hear(self, host: str, message: dict) -> None:
         hosts = set(self.cluster.groups[self.cluster.group_of(host)])
-        if "over" in message:
+        if "stop" in message:
+            self._tell_all(stop=True)  # some may not have got their SIGTERM yet
+        elif "over" in message:
             # A process that fails takes those down that are connected with it, on any host: of
-            # what is said within a second, the first to have happened is the cause.
+            # what is said within a second, the first to have happened is the cause. 0 is first.
             self.failures.append((message["at"], message["over"]))
             later = asyncio.get_running_loop().call_later
             later(SETTLE_SECONDS, lambda: self.decide(False, min(self.failures)[1]))
@@ -346,6 +349,8 @@ class Launcher:
         for task in tasks:
             task.cancel()
         if lead:
+            if lead.awaited and not completed:
+                reason += f" Not there yet: {', '.join(map(self.cluster.where, lead.awaited))}."
             lead.decide(completed, reason)  # if that was not the leader's own word
         elif self.writer and not completed:
             send(self.writer, over=reason, at=0.0)
@@ -366,6 +371,8 @@ class Launcher:
                 send(self.writer, beat=True)
                 if "start" in message:
                     self.start.set()
+                if "stop" in message:
+                    self.sigterm.set()
                 if "completed" in message:
                     raise Ended(message["completed"], message["reason"])
         except OSError as error:
@@ -376,16 +383,20 @@ class Launcher:
         """Connect to the leader, which may come up later than this host."""
         address = self.cluster.address(self.leader), self.cluster.base_port
         deadline = time.monotonic() + JOIN_SECONDS
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError):  # not there yet, or too busy with strangers
-                reader, writer = await asyncio.open_connection(*address, limit=LONGEST_LINE)
-                nonce = (await receive(reader, LOST_SECONDS)).get("nonce")
-                proof = sign(str(nonce), self.cluster.host)
-                send(writer, host=self.cluster.host, proof=proof)
-                await receive(reader, LOST_SECONDS)  # the welcome
-                return reader, writer
+        while True:
+            try:
+                connecting = asyncio.open_connection(*address, limit=LONGEST_LINE)
+                reader, writer = await asyncio.wait_for(connecting, HANDSHAKE_SECONDS)
+                theirs = (await receive(reader, LOST_SECONDS)).get("nonce")
+                nonce, host = secrets.token_hex(16), self.cluster.host
+                send(writer, host=host, nonce=nonce, proof=sign("join", theirs, host))
+                if (await receive(reader, LOST_SECONDS)).get("welcome") == sign("welcome", nonce):
+                    return reader, writer
+                raise ConnectionError("not the leader of this job")
+            except (OSError, asyncio.TimeoutError) as error:  # not there yet, or too busy
+                if time.monotonic() > deadline:
+                    raise ConnectionError(f"{error} for {JOIN_SECONDS} s") from None
             await asyncio.sleep(0.2)
-        raise ConnectionError(f"no answer for {JOIN_SECONDS} s")
 
     async def serve(self) -> None:
         """Keep a service running: start it again when it ends, unless that happens too often."""
@@ -416,7 +427,8 @@ class Launcher:
             if not self.sigterm.is_set():
                 for when, what in sorted(pulse.failures(self.pulses) - told):
                     reason = f"On {self.here}, in {self.child.name}, {what}."
-                    send(self.writer, over=reason, at=when)
+                    # After another's failure, a death is likely its consequence.
+                    send(self.writer, over=reason, at=when or (time.time() if told else 0.0))
                     told.add((when, what))
             await asyncio.sleep(0.05)
         if self.child.process.returncode == 0:
@@ -431,10 +443,14 @@ class Launcher:
     async def mind_sigterm(self) -> None:
         """Let the training hear that the job is being stopped; the data servers stay for it."""
         await self.sigterm.wait()
-        if self.trains and not self.child:
+        if not self.start.is_set() or (self.trains and not self.child):
             raise Ended(False, f"{self.here} was stopped (SIGTERM) before training began.")
+        send(self.writer, stop=True)
         if self.trains:
-            self.child.process.send_signal(signal.SIGTERM)
+            # Straight to the ranks: torchrun may give them less time than SageMaker does.
+            for pid in pulse.processes(self.pulses) or [self.child.process.pid]:
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.kill(pid, signal.SIGTERM)
         await asyncio.sleep(SIGTERM_SECONDS)
         late = f"and the training did not end within {SIGTERM_SECONDS} s"
         raise Ended(False, f"{self.here} was stopped (SIGTERM), {late}.")

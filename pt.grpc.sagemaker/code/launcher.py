@@ -101,8 +101,6 @@ def main() -> None:
     # The libraries would otherwise guess the network interface.
     for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ[variable] = cluster.network_interface
-    # When the job is stopped, ranks get as long for their checkpoint as the launcher waits for it.
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(hetero.SIGTERM_SECONDS)
 
     hetero.run(
         cluster,

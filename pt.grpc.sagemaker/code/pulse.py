@@ -4,8 +4,8 @@
         main()
 
 torchrun and the like tell of a process that has died only after its neighbours have ended too, and
-never of one that hangs. Each process here keeps a file in a folder of the launcher's: touched every
-few seconds, with the exception that ended the process, or gone when it has ended well.
+never of one that does not run. Each process here keeps a file in a folder of the launcher's:
+touched every few seconds, with the exception that ended the process, or gone when it ended well.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ BEAT_SECONDS, HUNG_SECONDS = 2, 30
 def watched(name: str) -> Iterator[None]:
     """Let the launcher, if there is one, watch this training process within the block.
 
-    The job then fails at once when the process dies or an exception leaves the block, with which
-    torchrun and the like wait for its neighbours, and HUNG_SECONDS after Python has stopped
-    running here. name: for the FailureReason, such as "rank 3".
+    The job then fails at once when the process dies or an exception leaves the block, and
+    HUNG_SECONDS after Python has stopped running here: the process is frozen, or in a C call that
+    keeps the GIL. Deadlocks and endless loops are not noticed. name: for the FailureReason.
     """
     folder, left = os.environ.get("HETERO_PULSES"), threading.Event()
     if not folder:
@@ -41,19 +41,30 @@ def watched(name: str) -> Iterator[None]:
                 os.utime(path, (now, now))
                 left.wait(BEAT_SECONDS)
 
+    def end() -> None:
+        left.set()
+        thread.join()
+        path.unlink(missing_ok=True)
+
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, SystemExit) or error.code:
+        if isinstance(error, SystemExit) and not error.code:
+            end()
+        else:
+            last_line = traceback.format_exception_only(type(error), error)[-1]
+            what = " ".join(last_line.split()).removeprefix("SystemExit: ")
             with contextlib.suppress(FileNotFoundError):
-                last_line = traceback.format_exception_only(type(error), error)[-1].strip()
-                path.write_text(f"{time.time()} {last_line.removeprefix('SystemExit: ')}")
-            raise
-    left.set()
-    thread.join()
-    path.unlink(missing_ok=True)
+                path.write_text(f"{time.time()} {what}")
+        raise
+    end()
+
+
+def processes(folder: Path) -> list[int]:
+    """The process ids of all that are within `watched`."""
+    return [int(path.name.split()[0]) for path in folder.iterdir()]
 
 
 def failures(folder: Path) -> set[tuple[float, str]]:

@@ -176,6 +176,7 @@ def main() -> None:
         save_checkpoint()
 
     if world_size > 1:
+        dist.barrier(control)  # when one rank ends, torchrun has little patience with the others
         dist.destroy_process_group()
     if stopping and step < last_step:
         sys.exit(f"training stopped by SIGTERM after step {step}")
