@@ -1,9 +1,11 @@
 """Training jobs on this machine, through the SageMaker SDK, for tests."""
 
+import io
 import itertools
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -14,6 +16,14 @@ from sagemaker.train import ModelTrainer
 from shared import monitoring
 
 ROOT = Path(__file__).parent.parent
+TWO_GROUPS = {"data_group": ("ml.c5.9xlarge", 1), "dnn_group": ("ml.p3.2xlarge", 1)}
+# The beginning of a script of a job: its host's instance group.
+READ_CONFIG = """
+import json, os, pathlib
+path = pathlib.Path(os.environ["SM_INPUT_CONFIG_DIR"], "resourceconfig.json")
+config = json.loads(path.read_text())
+group = config["current_group_name"]
+"""
 KERNEL = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
@@ -119,6 +129,18 @@ def processes_naming(text: str) -> list[int]:
         if text.encode() in content:
             found.append(int(path.name))
     return found
+
+
+def read_s3(uri: str) -> bytes:
+    """The content of an S3 object."""
+    bucket, key = uri.removeprefix("s3://").split("/", 1)
+    return boto3.client("s3").get_object(Bucket=bucket, Key=key)["Body"].read()
+
+
+def archive(uri: str) -> dict[str, bytes]:
+    """The files in a tar archive on S3, such as model.tar.gz."""
+    with tarfile.open(fileobj=io.BytesIO(read_s3(uri))) as tar:
+        return {m.name: tar.extractfile(m).read() for m in tar.getmembers()}
 
 
 def request(name: str, **changes) -> dict:

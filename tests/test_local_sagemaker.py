@@ -5,37 +5,15 @@ import json
 import os
 import re
 import signal
-import tarfile
 import time
-from io import BytesIO
 from pathlib import Path
 
 import boto3
-import botocore.exceptions
-import psutil
 import pytest
 
-from jobs import Jobs, group, processes_naming, request
+from jobs import READ_CONFIG, TWO_GROUPS, Jobs, archive, group, processes_naming, read_s3, request
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-ROOT = Path(__file__).parent.parent
-TWO_GROUPS = {"data_group": ("ml.c5.9xlarge", 1), "dnn_group": ("ml.p3.2xlarge", 1)}
-READ_CONFIG = """
-import json, os, pathlib
-path = pathlib.Path(os.environ["SM_INPUT_CONFIG_DIR"], "resourceconfig.json")
-config = json.loads(path.read_text())
-group = config["current_group_name"]
-"""
-
-
-def read_s3(uri: str) -> bytes:
-    bucket, key = uri.removeprefix("s3://").split("/", 1)
-    return boto3.client("s3").get_object(Bucket=bucket, Key=key)["Body"].read()
-
-
-def archive(uri: str) -> dict[str, bytes]:
-    with tarfile.open(fileobj=BytesIO(read_s3(uri))) as tar:
-        return {m.name: tar.extractfile(m).read() for m in tar.getmembers()}
 
 
 def test_a_job_runs_on_every_host_and_its_files_come_back(jobs: Jobs):
@@ -129,95 +107,6 @@ def test_metrics_and_cpu_use_reach_cloudwatch(jobs: Jobs):
     cores = int(jobs.log("metrics")[0].split()[1])
     busiest = max(values("CPUUtilization", "Host", "metrics/algo-1"))
     assert 0.3 * 200 / cores < busiest <= 1.05 * 200 / cores
-
-
-@pytest.mark.parametrize("group", ["data_group", "dnn_group"])
-def test_a_host_that_fails_fails_the_job_and_ends_the_others(jobs: Jobs, group: str):
-    name = jobs.create(
-        {
-            "train.py": READ_CONFIG
-            + """
-import signal, sys, time
-if group == os.environ["FAILS"]:
-    time.sleep(1)
-    pathlib.Path(os.environ["SM_OUTPUT_FAILURE"]).write_text("no luck today")
-    sys.exit(3)
-def ended(*_):
-    print("told to end"); sys.exit(0)
-signal.signal(signal.SIGTERM, ended)
-time.sleep(100)
-"""
-        },
-        "exec python train.py",
-        TWO_GROUPS,
-        environment={"FAILS": group},
-    )
-    job = jobs.wait(name, seconds=30)
-    assert (job["TrainingJobStatus"], job["SecondaryStatus"]) == ("Failed", "Failed")
-    assert job["FailureReason"] == "AlgorithmError: no luck today, exit code: 3"
-    assert "told to end" in jobs.log(name)
-
-
-def test_stop(jobs: Jobs):
-    name = jobs.create(
-        {
-            "train.py": "import os, signal, sys, time\n"
-            "def ended(*_):\n"
-            "    open(os.environ['SM_MODEL_DIR'] + '/late.txt', 'w').write('saved')\n"
-            "    sys.exit(1)\n"
-            "signal.signal(signal.SIGTERM, ended)\n"
-            "print('ready', flush=True)\n"
-            "time.sleep(100)"
-        },
-        "exec python train.py",
-    )
-    jobs.wait_for_log(name, "ready")
-    client = boto3.client("sagemaker")
-    client.stop_training_job(TrainingJobName=name)
-    assert client.describe_training_job(TrainingJobName=name)["TrainingJobStatus"] == "Stopping"
-    job = jobs.wait(name, seconds=20)
-    assert (job["TrainingJobStatus"], job["SecondaryStatus"]) == ("Stopped", "Stopped")
-    assert archive(job["ModelArtifacts"]["S3ModelArtifacts"]) == {"late.txt": b"saved"}
-    with pytest.raises(botocore.exceptions.ClientError, match="in status Stopped"):
-        client.stop_training_job(TrainingJobName=name)
-
-
-def test_sigterm_is_for_pid_1_that_handles_it(jobs: Jobs):
-    """A shell that waits for the script, as SDK v3 has it without `exec`, never passes it on."""
-    name = jobs.create(
-        {"train.py": "import time\nprint('ready', flush=True)\ntime.sleep(3)\nprint('never told')"},
-        "python train.py; true",
-    )
-    jobs.wait_for_log(name, "ready")
-    boto3.client("sagemaker").stop_training_job(TrainingJobName=name)
-    assert jobs.wait(name, seconds=20)["TrainingJobStatus"] == "Stopped"
-    assert "never told" in jobs.log(name)
-
-
-def test_max_runtime(jobs: Jobs):
-    started = time.monotonic()
-    job = jobs.run(
-        {
-            "train.py": "import signal, sys, time\n"
-            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\ntime.sleep(100)"
-        },
-        "exec python train.py",
-        max_runtime_seconds=3,
-    )
-    assert (job["TrainingJobStatus"], job["SecondaryStatus"]) == ("Stopped", "MaxRuntimeExceeded")
-    assert 3 <= time.monotonic() - started < 15
-
-
-def test_what_a_host_leaves_running_ends_with_it(jobs: Jobs):
-    """Even a daemon in a session of its own that has cleared its environment."""
-    mark = f"sleep 98{os.getpid()}"
-    job = jobs.run(
-        {"train.py": f"import os\nos.system('setsid {mark} & env -i setsid {mark} &')"},
-        "exec python train.py",
-    )
-    assert job["TrainingJobStatus"] == "Completed"
-    time.sleep(0.5)
-    assert not processes_naming(mark.replace(" ", "\0"))
 
 
 def test_channels_go_to_their_groups(jobs: Jobs):
@@ -327,17 +216,6 @@ def test_a_minimal_request_and_metrics_that_are_no_numbers(jobs: Jobs):
     assert job["FinalMetricDataList"] == []
 
 
-def test_a_host_that_never_stops_printing_can_be_stopped(jobs: Jobs):
-    script = (
-        "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
-        "while True: os.write(1, b'x' * 50_000 + b'\\n')"
-    )
-    name = jobs.create({"train.py": script}, "exec python train.py", max_runtime_seconds=2)
-    started = time.monotonic()
-    assert jobs.wait(name, seconds=30)["SecondaryStatus"] == "MaxRuntimeExceeded"
-    assert time.monotonic() - started < 15
-
-
 def test_two_jobs_at_once_do_not_meet(jobs: Jobs):
     """Both bind the same names and ports, as their launchers tell them to."""
     script = """
@@ -398,21 +276,6 @@ def test_requirements_are_verified_and_never_installed(jobs: Jobs):
     # "none": pip has not looked anywhere.
     assert any(f"six=={other} (from versions: none)" in line for line in jobs.log(name))
     assert importlib.metadata.version("six") == installed
-
-
-def test_a_job_whose_supervisor_is_killed_fails_and_leaves_nothing(jobs: Jobs):
-    name = jobs.create(
-        {"train.py": "import time; print('ready', flush=True); time.sleep(100)"},
-        "exec python train.py",
-        TWO_GROUPS,
-    )
-    jobs.wait_for_log(name, "ready")
-    children = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    (supervisor,) = (child for child in children if "supervisor.py" in child.cmdline()[-1])
-    supervisor.kill()
-    job = jobs.wait(name, seconds=20)
-    assert job["TrainingJobStatus"] == "Failed"
-    assert "hosts was killed" in job["FailureReason"]
 
 
 def test_cores_are_shared_by_vcpus_on_one_scale(monkeypatch: pytest.MonkeyPatch):

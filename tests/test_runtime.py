@@ -1,5 +1,8 @@
 """hetero.py under toy scripts, as jobs of several hosts: how they begin and end together."""
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -186,3 +189,45 @@ def test_a_stop_that_one_host_hears_first_gives_the_others_their_time(jobs: Jobs
     assert job["TrainingJobStatus"] == "Failed"
     assert "stopped by SIGTERM, dnn_group.py exited with status 1" in job["FailureReason"]
     assert jobs.log(name).count("saved") == 2
+
+
+RANKS = """
+import subprocess, sys, time
+import pulse
+if sys.argv[1:]:
+    with pulse.watched(f"rank {sys.argv[1]}"):
+        time.sleep(1)
+        if sys.argv[1] == "3":
+            raise ValueError("first")
+        time.sleep(60)
+ranks = [subprocess.Popen([sys.executable, __file__, number]) for number in "0123"]
+ranks[3].wait()
+for rank in ranks:  # which have no handler: SIGTERM is their death
+    rank.terminate()
+sys.exit(max(abs(rank.wait()) for rank in ranks))
+"""
+
+
+def test_ranks_that_are_ended_for_another_s_sake_are_not_blamed(jobs: Jobs):
+    job = run(jobs, data_group=SERVE, dnn_group=RANKS)
+    assert job["TrainingJobStatus"] == "Failed"
+    reason = "(dnn_group), in dnn_group.py, rank 3 ended with ValueError: first."
+    assert reason in job["FailureReason"]
+
+
+@pytest.mark.parametrize(("end", "files"), [("sys.exit(0)", 0), ("pass", 0), ("sys.exit('no')", 1)])
+def test_a_watched_process_ends_as_it_would_unwatched(tmp_path: Path, end: str, files: int):
+    script = f"import sys, pulse\nwith pulse.watched('it'):\n    {end}\nprint('after')"
+    ends = []
+    for environment in ({}, {"HETERO_PULSES": str(tmp_path)}):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=CODE,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        ends.append((done.returncode, done.stdout))
+    assert ends[0] == ends[1]
+    assert len(list(tmp_path.iterdir())) == files

@@ -2,7 +2,6 @@
 
 import io
 import re
-import tarfile
 
 import boto3
 import pytest
@@ -10,7 +9,7 @@ import torch
 from sagemaker.core.shapes import CheckpointConfig
 
 import endings
-from jobs import Jobs
+from jobs import Jobs, archive
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 STEPS = 60
@@ -24,10 +23,8 @@ TELL_BATCHES = (
 
 def trained_model(job: dict) -> dict[str, torch.Tensor]:
     """The weights in the job's model.tar.gz."""
-    bucket, key = job["ModelArtifacts"]["S3ModelArtifacts"].removeprefix("s3://").split("/", 1)
-    body = boto3.client("s3").get_object(Bucket=bucket, Key=key)["Body"].read()
-    with tarfile.open(fileobj=io.BytesIO(body)) as archive:
-        return torch.load(io.BytesIO(archive.extractfile("model.pt").read()))
+    files = archive(job["ModelArtifacts"]["S3ModelArtifacts"])
+    return torch.load(io.BytesIO(files["model.pt"]))
 
 
 def batches(job: endings.Running) -> list[str]:
@@ -50,8 +47,6 @@ def test_interrupted_job_ends_as_the_uninterrupted_one(jobs: Jobs):
     assert jobs.wait(first.name)["TrainingJobStatus"] == "Stopped"
     stopped = re.search(r"stopped by SIGTERM after step (\d+)", "\n".join(first.log()))
     assert 8 <= int(stopped[1]) < STEPS
-    told = [line for line in first.log() if "stopped by SIGTERM after step" in line]
-    assert len(told) >= 4  # each rank of each host, and what the launchers say of it
 
     second = endings.start(jobs, **settings)
     resumed = jobs.wait(second.name)

@@ -13,7 +13,7 @@ group's first host, which has training started once all are there, and tells the
 The sentence that says what failed where goes to /opt/ml/output/failure on every host: SageMaker's
 FailureReason. Connections prove that they know the job's token, the environment's HETERO_TOKEN.
 
-The example's README lists every way that a job can end.
+The PyTorch example's README lists every way that a job can end.
 """
 
 import asyncio
@@ -349,7 +349,7 @@ class Launcher:
         for task in tasks:
             task.cancel()
         if lead:
-            if lead.awaited and not completed:
+            if lead.awaited and not lead.outcome:
                 reason += f" Not there yet: {', '.join(map(self.cluster.where, lead.awaited))}."
             lead.decide(completed, reason)  # if that was not the leader's own word
         elif self.writer and not completed:
@@ -414,23 +414,25 @@ class Launcher:
             print(f"hetero: {self.child.describe_exit()}; restart in {pause} s", flush=True)
             await asyncio.sleep(pause)
         await self.start.wait()  # and so for the connection
-        send(
-            self.writer, unserved=f"On {self.here}, {self.child.describe_exit()}, {failures} times."
-        )
+        reason = f"On {self.here}, {self.child.describe_exit()}, {failures} times."
+        send(self.writer, unserved=reason)
 
     async def train(self) -> None:
         """Run the training once all hosts are there, and say how it ends."""
         await self.start.wait()
         self.child = Child(self.command, self.pulses)
         told: set[tuple[float, str]] = set()
-        while self.child.is_running():
+        runs = True
+        while runs:
+            await asyncio.sleep(0.05)
+            runs = self.child.is_running()
             if not self.sigterm.is_set():
                 for when, what in sorted(pulse.failures(self.pulses) - told):
                     reason = f"On {self.here}, in {self.child.name}, {what}."
-                    # After another's failure, a death is likely its consequence.
-                    send(self.writer, over=reason, at=when or (time.time() if told else 0.0))
+                    # A death after another failure, or with torchrun's, is likely its consequence.
+                    is_first = runs and not told
+                    send(self.writer, over=reason, at=when or (0.0 if is_first else time.time()))
                     told.add((when, what))
-            await asyncio.sleep(0.05)
         if self.child.process.returncode == 0:
             send(self.writer, trained="")
         elif self.sigterm.is_set():  # other hosts may still be writing their checkpoints
