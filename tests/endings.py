@@ -187,7 +187,7 @@ RAISE = (
     "                raise ValueError('no number')\n",
 )
 JOIN_SOONER = ("JOIN_SECONDS = 600", "JOIN_SECONDS = 20")
-RUNTIME = 30  # seconds
+RUNTIME = 60  # seconds; a slow machine needs half of it until training is under way
 AWS_KILLS = 120  # seconds after SIGTERM
 
 ENDINGS = {
@@ -250,7 +250,7 @@ ENDINGS = {
         settings={"max_runtime_seconds": RUNTIME}, logged="stopped by SIGTERM after step",
     ),
     "a host starts 60 s later": Ending(
-        "Completed", "", 120, lambda job: None, when=lambda job: None,
+        "Completed", "", 240, lambda job: None, when=lambda job: None,
         settings={"late": 60, "max_runtime_seconds": 600, **steps(30)}, slow=True,
     ),
     "a host never comes": Ending(

@@ -71,6 +71,20 @@ def test_a_command_that_is_not_there_is_the_reason_on_every_host(jobs: Jobs):
     )
 
 
+def test_hosts_that_come_up_after_a_failure_hear_of_it(jobs: Jobs):
+    late = (
+        "import time, hetero\n"
+        "here = hetero.read_cluster()\n"
+        "fails = (here.group, here.rank) == ('data_group', 0)\n"
+        "time.sleep(0 if fails else 3)"  # deaf to SIGTERM, as the shell that starts the launcher is
+    )
+    launcher = LAUNCHER.replace("sys.executable", "'/no/such/python' if fails else sys.executable")
+    files = {**RUNTIME, "launcher.py": late + launcher, "data_group.py": SERVE, "dnn_group.py": ""}
+    job = jobs.run(files, "exec python launcher.py", GROUPS, environment={"HETERO_TOKEN": "secret"})
+    assert "No such file or directory: '/no/such/python'" in job["FailureReason"]
+    assert job["TrainingTimeInSeconds"] < 30
+
+
 def test_a_data_server_that_ends_once_is_restarted(jobs: Jobs):
     job = run(
         jobs,

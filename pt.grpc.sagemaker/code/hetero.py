@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -215,8 +216,8 @@ def sign(*words: object) -> str:
 class Leader:
     """Hears from the launchers of all hosts, and decides when training starts and the job ends."""
 
-    def __init__(self, cluster: Cluster, training_group: str):
-        self.cluster, self.training_group = cluster, training_group
+    def __init__(self, cluster: Cluster, training_group: str, needed: Collection[str]):
+        self.cluster, self.training_group, self.needed = cluster, training_group, needed
         self.awaited = {host for hosts in cluster.groups.values() for host in hosts}
         self.members: dict[str, asyncio.StreamWriter] = {}
         self.strangers: list[asyncio.StreamWriter] = []  # the oldest first
@@ -294,7 +295,8 @@ class Leader:
             self.decide(False, f"The launcher on {self.cluster.where(host)} is gone: {error}.")
 
     def _hear(self, host: str, message: dict) -> None:
-        hosts = set(self.cluster.groups[self.cluster.group_of(host)])
+        group = self.cluster.group_of(host)
+        hosts = set(self.cluster.groups[group])
         if "stop" in message:
             self._tell_all(stop=True)  # some may not have got their SIGTERM yet
         elif "over" in message:
@@ -306,8 +308,10 @@ class Leader:
         elif "unserved" in message:
             reason = message["unserved"]
             self.without_service.add(host)
-            if self.without_service >= hosts:
-                self.decide(False, f"{reason} No host of {self.cluster.group_of(host)} is left.")
+            if host in self.needed:
+                self.decide(False, f"{reason} The job cannot do without it.")
+            elif self.without_service >= hosts and self.training_group != group:
+                self.decide(False, f"{reason} No host of {group} is left.")
             else:
                 print(f"hetero: {reason} The job goes on without it.", flush=True)
         elif "trained" in message:
@@ -322,22 +326,26 @@ class Leader:
 
 
 class Launcher:
-    """One host's part of the job: its process, and its connection to the leader."""
+    """One host's part of the job: its processes, and its connection to the leader."""
 
-    def __init__(self, cluster: Cluster, training_group: str, command: list[str], pulses: Path):
-        self.cluster, self.command, self.pulses = cluster, command, pulses
+    def __init__(self, cluster: Cluster, training_group: str, pulses: Path):
+        self.cluster, self.pulses = cluster, pulses
         self.here, self.leader = cluster.where(cluster.host), cluster.groups[training_group][0]
         self.trains = cluster.group == training_group
-        self.child: Child | None = None
+        self.training: Child | None = None
+        self.children: list[Child] = []
         self.writer: asyncio.StreamWriter | None = None
         self.start, self.sigterm = asyncio.Event(), asyncio.Event()
 
-    async def run(self, lead: Leader | None) -> tuple[bool, str]:
+    async def run(
+        self, lead: Leader | None, command: list[str], beside: list[str] | None
+    ) -> tuple[bool, str]:
         """Take part until the job has ended; return whether it is completed, and the reason."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.sigterm.set)
         parts = [lead.lead()] if lead else []
         parts += [self.follow_leader(), self.mind_sigterm()]
-        parts += [self.train() if self.trains else self.serve()]
+        parts += [self.train(command) if self.trains else self.serve(command)]
+        parts += [self.serve(beside)] if self.trains and beside else []
         tasks = [asyncio.ensure_future(part) for part in parts]
         try:
             await asyncio.gather(*tasks)
@@ -346,6 +354,9 @@ class Launcher:
         except Exception as error:  # such as a port that is taken
             traceback.print_exc()
             completed, reason = False, f"The launcher on {self.here} failed: {error}."
+            give_up = time.monotonic() + STOP_SECONDS + 5
+            while not self.writer and time.monotonic() < give_up:  # so that the leader tells those
+                await asyncio.sleep(0.05)  # that are still coming up
         for task in tasks:
             task.cancel()
         if lead:
@@ -354,8 +365,7 @@ class Launcher:
             lead.decide(completed, reason)  # if that was not the leader's own word
         elif self.writer and not completed:
             send(self.writer, over=reason, at=0.0)
-        if self.child:
-            await self.child.stop()
+        await asyncio.gather(*(child.stop() for child in self.children))
         if self.writer:
             self.writer.close()
         if lead:
@@ -398,59 +408,65 @@ class Launcher:
                     raise ConnectionError(f"{error} for {JOIN_SECONDS} s") from None
             await asyncio.sleep(0.2)
 
-    async def serve(self) -> None:
+    def begin(self, command: list[str]) -> Child:
+        """Start a process, to be stopped at the job's end at the latest."""
+        child = Child(command, self.pulses)
+        self.children.append(child)
+        return child
+
+    async def serve(self, command: list[str]) -> None:
         """Keep a service running: start it again when it ends, unless that happens too often."""
         failures = 0
         while True:
-            began = time.monotonic()
-            self.child = Child(self.command, self.pulses)
-            while self.child.is_running():
+            began, child = time.monotonic(), self.begin(command)
+            while child.is_running():
                 await asyncio.sleep(0.05)
-            self.child.kill(signal.SIGKILL)  # what it has started, which may hold its port
+            child.kill(signal.SIGKILL)  # what it has started, which may hold its port
+            self.children.remove(child)
             failures = 1 if time.monotonic() - began > HEALTHY_SECONDS else failures + 1
             if failures > RESTARTS:
                 break
             pause = 2 ** (failures - 1)
-            print(f"hetero: {self.child.describe_exit()}; restart in {pause} s", flush=True)
+            print(f"hetero: {child.describe_exit()}; restart in {pause} s", flush=True)
             await asyncio.sleep(pause)
         await self.start.wait()  # and so for the connection
-        reason = f"On {self.here}, {self.child.describe_exit()}, {failures} times."
+        reason = f"On {self.here}, {child.describe_exit()}, {failures} times."
         send(self.writer, unserved=reason)
 
-    async def train(self) -> None:
+    async def train(self, command: list[str]) -> None:
         """Run the training once all hosts are there, and say how it ends."""
         await self.start.wait()
-        self.child = Child(self.command, self.pulses)
+        self.training = child = self.begin(command)
         told: set[tuple[float, str]] = set()
         runs = True
         while runs:
             await asyncio.sleep(0.05)
-            runs = self.child.is_running()
+            runs = child.is_running()
             if not self.sigterm.is_set():
                 for when, what in sorted(pulse.failures(self.pulses) - told):
-                    reason = f"On {self.here}, in {self.child.name}, {what}."
+                    reason = f"On {self.here}, in {child.name}, {what}."
                     # A death after another failure, or with torchrun's, is likely its consequence.
                     is_first = runs and not told
                     send(self.writer, over=reason, at=when or (0.0 if is_first else time.time()))
                     told.add((when, what))
-        if self.child.process.returncode == 0:
+        if child.process.returncode == 0:
             send(self.writer, trained="")
         elif self.sigterm.is_set():  # other hosts may still be writing their checkpoints
-            reason = f"On {self.here}, stopped by SIGTERM, {self.child.describe_exit()}."
+            reason = f"On {self.here}, stopped by SIGTERM, {child.describe_exit()}."
             send(self.writer, trained=reason)
         else:
-            reason = f"On {self.here}, {self.child.describe_exit()}."
+            reason = f"On {self.here}, {child.describe_exit()}."
             send(self.writer, over=reason, at=time.time())
 
     async def mind_sigterm(self) -> None:
         """Let the training hear that the job is being stopped; the data servers stay for it."""
         await self.sigterm.wait()
-        if not self.start.is_set() or (self.trains and not self.child):
+        if not self.start.is_set() or (self.trains and not self.training):
             raise Ended(False, f"{self.here} was stopped (SIGTERM) before training began.")
         send(self.writer, stop=True)
         if self.trains:
             # Straight to the ranks: torchrun may give them less time than SageMaker does.
-            for pid in pulse.processes(self.pulses) or [self.child.process.pid]:
+            for pid in pulse.processes(self.pulses) or [self.training.process.pid]:
                 with contextlib.suppress(ProcessLookupError):  # it has ended
                     os.kill(pid, signal.SIGTERM)
         await asyncio.sleep(SIGTERM_SECONDS)
@@ -458,12 +474,20 @@ class Launcher:
         raise Ended(False, f"{self.here} was stopped (SIGTERM), {late}.")
 
 
-def run(cluster: Cluster, training_group: str, commands: dict[str, list[str]]) -> None:
+def run(
+    cluster: Cluster,
+    training_group: str,
+    commands: dict[str, list[str]],
+    beside: list[str] | None = None,
+    needed: Collection[str] = (),
+) -> None:
     """Run this host's part of the job, and exit with status 1 if the job fails.
 
     commands: what the hosts of each instance group run. That of `training_group` starts when all
     hosts are there, and its end is the job's. The others serve it until then, and are restarted
-    when they end by themselves.
+    when they end by themselves; left alone at last, when a service ends again and again, unless
+    its group has no other, or its host is `needed`.
+    beside: a service that the hosts of `training_group` run beside the training, if any.
     """
     who = f"host={cluster.host} group={cluster.group} instance_type={cluster.instance_type}"
     print(who, flush=True)
@@ -481,8 +505,8 @@ def run(cluster: Cluster, training_group: str, commands: dict[str, list[str]]) -
         fail("The job has no token: put HETERO_TOKEN, a random text, into the job's environment.")
     leads = cluster.host == cluster.groups[training_group][0]
     with tempfile.TemporaryDirectory() as pulses:
-        launcher = Launcher(cluster, training_group, commands[cluster.group], Path(pulses))
-        lead = Leader(cluster, training_group) if leads else None
-        completed, reason = asyncio.run(launcher.run(lead))
+        launcher = Launcher(cluster, training_group, Path(pulses))
+        lead = Leader(cluster, training_group, needed) if leads else None
+        completed, reason = asyncio.run(launcher.run(lead, commands[cluster.group], beside))
     if not completed:
         fail(reason)
