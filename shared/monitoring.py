@@ -7,8 +7,8 @@ script prints every N steps,
 
     step=120 epoch=1 loss=0.1234 step_time_ms=12.34 data_wait_ms=4.56 samples_per_s=10372.1
 
-into a table. It uses nothing but boto3's `logs` and `sagemaker` clients, so that it works alike on
-AWS and on the local SageMaker.
+into a table; and it reads how busy each host was. It uses nothing but boto3's `logs`, `cloudwatch`
+and `sagemaker` clients, so that it works alike on AWS and on the local SageMaker.
 """
 
 import re
@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import zip_longest
+from math import nan
+from statistics import mean
 from typing import Any
 
 import boto3
@@ -29,7 +31,7 @@ LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
 # For the MetricDefinitions of a job: SageMaker then graphs these as the job's metrics.
 METRIC_DEFINITIONS = [
-    {"Name": name, "Regex": rf"step=\d+ epoch=.*\b{name}=([0-9.eE+-]+)"}
+    {"Name": name, "Regex": rf"step=\d+ .*\b{name}=([0-9.eE+-]+)"}
     for name in ("loss", "step_time_ms", "data_wait_ms", "samples_per_s")
 ]
 
@@ -179,6 +181,40 @@ def steps(job_name: str, session: boto3.Session | None = None) -> pd.DataFrame:
     table = pd.DataFrame(rows)
     keys = table.columns.drop(["time", "host"])
     return table.astype({key: float for key in keys}).astype({"step": int})
+
+
+def utilisation(job_name: str, session: boto3.Session | None = None) -> pd.DataFrame:
+    """Look up how many vCPUs and GPUs of each host were busy, from the first step line to the last.
+
+    On AWS CloudWatch has one value a minute: too few for a job of a few minutes.
+
+    Returns:
+        One row per host: group, host, and the means of its "busy vCPUs" (CPUUtilization is 100 for
+        each) and, where there are GPUs, "busy GPUs"; nan if CloudWatch has no value.
+
+    Raises:
+        ValueError: the job has no log, or no step line in it.
+    """
+    client = (session or boto3).client("cloudwatch")
+    times = steps(job_name, session)["time"]
+    start, end = times.iloc[0], times.iloc[-1]
+    minutes = 1 + int((end - start).total_seconds()) // 60 // 1440  # an answer has 1440 at most
+    rows = []
+    for group, host in sorted({(line.group, line.host) for line in logs(job_name, session)}):
+        row = {"group": group, "host": host}
+        for metric, name in (("CPUUtilization", "busy vCPUs"), ("GPUUtilization", "busy GPUs")):
+            points = client.get_metric_statistics(
+                Namespace="/aws/sagemaker/TrainingJobs",
+                MetricName=metric,
+                Dimensions=[{"Name": "Host", "Value": f"{job_name}/{host}"}],
+                StartTime=start,
+                EndTime=end,
+                Period=60 * minutes,
+                Statistics=["Average"],
+            )["Datapoints"]
+            row[name] = mean(point["Average"] for point in points) / 100 if points else nan
+        rows.append(row)
+    return pd.DataFrame(rows).dropna(axis="columns", how="all")
 
 
 def labelled(job_names: Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:

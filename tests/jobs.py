@@ -88,11 +88,11 @@ class Jobs:
         """`create` and `wait` in one."""
         return self.wait(self.create(*args, **settings))
 
-    def wait_for_log(self, name: str, text: str, seconds: float = 60) -> None:
-        """Wait until some host of the job has printed `text`."""
+    def wait_for_log(self, name: str, text: str, seconds: float = 60, times: int = 1) -> None:
+        """Wait until the job's hosts have printed `text` so many times."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if any(text in line for line in self.log(name)):
+            if sum(text in line for line in self.log(name)) >= times:
                 return
             time.sleep(0.1)
         raise AssertionError(f"{text!r} is not in the log of {name}: {self.log(name)[-20:]}")

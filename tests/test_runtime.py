@@ -1,6 +1,7 @@
 """hetero.py under toy scripts, as jobs of several hosts: how they begin and end together."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -108,6 +109,39 @@ def test_data_servers_that_keep_ending_fail_the_job(jobs: Jobs):
     assert "ZeroDivisionError" in job["FailureReason"]
     assert "No host of data_group is left" in job["FailureReason"]
     assert time.monotonic() - started < 30
+
+
+def test_a_data_server_that_the_job_needs_fails_it_alone(jobs: Jobs):
+    launcher = LAUNCHER.replace("command))", "command), needed=[here.groups['data_group'][0]])")
+    job = run(
+        jobs,
+        launcher="import hetero\nhere = hetero.read_cluster()\n" + launcher,
+        data_group="import hetero, time\nif hetero.read_cluster().rank == 0:\n    1 / 0\n"
+        "time.sleep(100)",
+        dnn_group="import time\ntime.sleep(100)",
+    )
+    assert job["TrainingJobStatus"] == "Failed"
+    assert "4 times. The job cannot do without it." in job["FailureReason"]
+
+
+def test_a_service_beside_the_training_may_end_and_never_outlives_it(jobs: Jobs):
+    launcher = LAUNCHER.replace("command))", "command), beside=[sys.executable, 'beside.py'])")
+    job = run(
+        jobs,
+        launcher=launcher,
+        data_group=SERVE,
+        dnn_group="import time\ntime.sleep(10)\nprint('trained')",
+        # On one host it ends again and again, on the other it stays.
+        beside="import hetero, time\nprint('beside', flush=True)\n"
+        "time.sleep(100 * hetero.read_cluster().rank)",
+    )
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    log = jobs.log(job["TrainingJobName"])
+    assert log.count("beside") == 5 and log.count("trained") == 2
+    reason = (
+        r"hetero: On .* \(dnn_group\), beside.py exited with status 0, 4 times\. The job goes on"
+    )
+    assert sum(bool(re.match(reason, line)) for line in log) == 1
 
 
 def test_a_job_of_several_groups_needs_a_token(jobs: Jobs):

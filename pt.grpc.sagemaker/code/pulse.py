@@ -56,6 +56,7 @@ def watched(name: str) -> Iterator[None]:
         else:
             last_line = traceback.format_exception_only(type(error), error)[-1]
             what = " ".join(last_line.split()).removeprefix("SystemExit: ")
+            what = f"status {what}" if what.isdigit() else what
             with contextlib.suppress(FileNotFoundError):
                 path.write_text(f"{time.time()} {what}")
         raise

@@ -36,6 +36,7 @@ from model import build
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; what doesn't fit together ends the program with a sentence."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.error = lambda message: sys.exit(f"train_dnn.py: error: {message}")
     add = parser.add_argument
     add("--data-mode", choices=["local", "service", "synthetic"], default="local")
     add("--data-hosts", default="", metavar="HOST:PORT,...", help="data hosts (service)")
@@ -74,7 +75,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Train, and save the model."""
     args = parse_arguments()
-    sys.stdout.reconfigure(line_buffering=True)  # the job's log shows each line at once
+    # The job's log shows each line at once, and whole: ranks, which torchrun runs with `python -u`,
+    # would write its end by itself.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
     # torchrun tells each process its place among the others; without it there is just this one.
     rank = int(os.environ.get("RANK", 0))

@@ -1,0 +1,33 @@
+"""Small TFRecord files for tests of the TensorFlow example."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+from PIL import Image
+
+
+def image(number: int) -> np.ndarray:
+    """A picture of its own for each number, uint8 (32, 32, 3)."""
+    return np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+
+
+def write_records(folder: Path, files: int, records: int, classes: int = 0, first: int = 0) -> None:
+    """Write files of pictures, numbered from `first`; their labels are that, modulo `classes`."""
+    for file in range(files):
+        with tf.io.TFRecordWriter(f"{folder}/{file:03}.tfrecord") as writer:
+            for number in range(first + file * records, first + (file + 1) * records):
+                stream = io.BytesIO()
+                Image.fromarray(image(number)).save(stream, "PNG")
+                label = number % classes if classes else number
+                writer.write(encode(stream.getvalue(), label))
+
+
+def encode(picture: bytes, label: int) -> bytes:
+    """A record of an encoded picture and its label."""
+    feature = {
+        "image": tf.train.Feature(bytes_list=tf.train.BytesList(value=[picture])),
+        "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[label])),
+    }
+    return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()

@@ -1,0 +1,132 @@
+"""The TensorFlow example's input pipeline, against plain references."""
+
+import io
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFilter
+
+tf = pytest.importorskip("tensorflow")  # not for Python 3.12
+sys.path.insert(0, str(Path(__file__).parents[1] / "tf.data.service.sagemaker" / "code"))
+
+import pipeline  # noqa: E402
+from images import encode, image, write_records  # noqa: E402
+
+FILES, RECORDS = 5, 24  # records in each file
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """TFRecord files whose labels number the records through."""
+    folder = tmp_path_factory.mktemp("records")
+    write_records(folder, FILES, RECORDS)
+    return pipeline.find_files(f"{folder}/*.tfrecord")
+
+
+def labels(files: list[str], **settings) -> list[list[int]]:
+    """The labels of each batch."""
+    return [
+        batch.tolist() for _, batch in pipeline.build(files, 16, **settings).as_numpy_iterator()
+    ]
+
+
+def test_images_come_as_they_are_without_augmentation(files: list[str]):
+    for images, numbers in pipeline.build(files, 16, augment=0, passes=1).as_numpy_iterator():
+        assert images.dtype == np.float32 and numbers.dtype == np.int64
+        for got, number in zip(images, numbers, strict=True):
+            np.testing.assert_allclose(got, image(int(number)) / 255, atol=1e-6)
+
+
+def test_jpeg_and_other_sizes_are_read_too(tmp_path: Path):
+    picture, stream = Image.new("RGB", (90, 60), (255, 128, 0)), io.BytesIO()
+    picture.save(stream, "JPEG")
+    with tf.io.TFRecordWriter(f"{tmp_path}/jpeg") as writer:
+        writer.write(encode(stream.getvalue(), 0))
+    ((images, _),) = pipeline.build([f"{tmp_path}/jpeg"], 1, passes=1).as_numpy_iterator()
+    assert images.shape == (1, 32, 32, 3)
+    np.testing.assert_allclose(images[0, 16, 16], [1, 0.5, 0], atol=0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_together_see_every_record_once_in_each_pass(files: list[str], ranks: int):
+    seen = []
+    for rank in range(ranks):
+        shares = labels(files, augment=0, passes=2, rank=rank, ranks=ranks)
+        seen += [number for batch in shares for number in batch]
+    assert sorted(seen) == sorted([*range(FILES * RECORDS)] * 2)
+
+
+def test_order_depends_on_the_seed_and_the_pass(files: list[str]):
+    once = labels(files, augment=0, passes=1, seed=1)
+    assert once == labels(files, augment=0, passes=1, seed=1)
+    assert once != labels(files, augment=0, passes=1, seed=2)
+    numbers = sum(labels(files, augment=0, passes=2, seed=1), [])
+    first, second = numbers[: FILES * RECORDS], numbers[FILES * RECORDS :]
+    assert sorted(first) == sorted(second) and first != second
+
+
+def test_endless_batches_are_full(files: list[str]):
+    batches = pipeline.build(files, 50, augment=0).take(10).as_numpy_iterator()
+    assert {len(numbers) for _, numbers in batches} == {50}
+
+
+def test_a_record_is_varied_anew_in_each_pass_and_the_same_by_the_same_seed(files: list[str]):
+    def seen(seed: int) -> dict[int, list[np.ndarray]]:
+        found: dict[int, list[np.ndarray]] = {}
+        for images, numbers in pipeline.build(files, 1, 1, seed, passes=2).as_numpy_iterator():
+            found.setdefault(int(numbers[0]), []).append(images[0])
+        return found
+
+    first, again = seen(seed=1), seen(seed=1)
+    for number, (one, other) in first.items():
+        np.testing.assert_array_equal(one, again[number][0])
+        assert np.abs(one - other).max() > 0.05
+
+
+def reference_of_distort(picture: Image.Image, seed: list[int]) -> np.ndarray:
+    """What `distort` does, with Pillow and NumPy, for a picture of one colour channel."""
+    side = picture.width
+    offsets = np.arange(11) - 5
+    kernel = np.exp(-0.5 * (offsets / pipeline.BLUR_SIGMA) ** 2)
+    kernel /= kernel.sum()
+    array = np.asarray(picture.filter(ImageFilter.MaxFilter(3)), dtype=np.float64)
+    for axis in (0, 1):
+        array = np.apply_along_axis(lambda row: np.convolve(row, kernel, "same"), axis, array)
+    flip, angle, zoom = tf.random.stateless_uniform([3], seed, -1, 1).numpy()
+    angle, zoom = math.radians(18) * angle, 1 + 0.1 * zoom
+    if flip < 0:
+        array = array[:, ::-1]
+    # Pillow counts pixels from their corners, and turns the other way as its y axis points down.
+    centre = side / 2
+    a, b = math.cos(angle) / zoom, math.sin(angle) / zoom
+    data = (a, -b, centre - centre * (a - b), b, a, centre - centre * (a + b))
+    moved = Image.fromarray(array.astype(np.float32))
+    return np.asarray(
+        moved.transform((side, side), Image.Transform.AFFINE, data, Image.Resampling.BILINEAR)
+    )
+
+
+@pytest.mark.parametrize("seed", [[0, 0], [1, 0], [2, 5], [3, 9]])
+def test_augmentation_is_that_of_the_reference(seed: list[int]):
+    side = 64
+    picture = Image.new("L", (side, side))
+    picture.paste(255, (20, 24, 30, 46))
+    picture.paste(128, (34, 22, 44, 30))
+    got = np.tile(np.asarray(picture, dtype=np.float32)[..., None], (1, 1, 3)) / 255
+    got = pipeline.distort(tf.constant(got), tf.constant(seed, tf.int64)).numpy()
+    expected = reference_of_distort(picture, seed) / 255
+    inside = slice(12, -12)  # outside, the borders differ
+    np.testing.assert_allclose(got[inside, inside, 0], expected[inside, inside], rtol=0, atol=1e-3)
+
+
+def test_finer_augmentation_costs_more(files: list[str]):
+    coarse, fine = (pipeline.milliseconds_per_sample(files, augment) for augment in (1, 3))
+    assert 0 < 2 * coarse < fine
+
+
+def test_files_that_are_not_there(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"No file fits training/\*"):
+        pipeline.find_files("training/*")

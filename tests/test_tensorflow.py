@@ -1,0 +1,225 @@
+"""Training jobs of the TensorFlow example: batches, failures, and what remains."""
+
+import filecmp
+import io
+import re
+import shutil
+import tarfile
+import time
+import zlib
+from pathlib import Path
+
+import boto3
+import pytest
+from sagemaker.core.shapes import CheckpointConfig
+from sagemaker.core.training.configs import InputData
+
+tf = pytest.importorskip("tensorflow")  # not for Python 3.12
+
+import endings  # noqa: E402
+from images import encode, image, write_records  # noqa: E402
+from jobs import Jobs, read_s3  # noqa: E402
+from shared import monitoring  # noqa: E402
+
+CODE = Path(__file__).parents[1] / "tf.data.service.sagemaker" / "code"
+FILES, RECORDS, BUCKET = 12, 40, "records"
+HYPERPARAMETERS = {"model": "small", "batch-size": 8, "log-every": 1, "max-steps": 100_000}
+ONE_AND_ONE = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)}
+TWO_AND_TWO = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
+
+
+BEGUN: dict[str, endings.Begun] = {}  # by job name: where its processes and files are
+
+
+def upload(folder: Path, prefix: str, first: int = 0) -> str:
+    """Put records, numbered from `first`, on S3; return where."""
+    folder.mkdir()
+    write_records(folder, FILES, RECORDS, classes=10, first=first)
+    for path in folder.iterdir():
+        boto3.client("s3").upload_file(str(path), BUCKET, f"{prefix}/{path.name}")
+    return f"s3://{BUCKET}/{prefix}"
+
+
+@pytest.fixture(scope="module")
+def records(local, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where on S3 records are."""
+    boto3.client("s3").create_bucket(Bucket=BUCKET)
+    return upload(tmp_path_factory.mktemp("records") / "a", "a")
+
+
+@pytest.fixture
+def start(jobs: Jobs, records: str):
+    """Starts jobs of the example; `changes` are (old, new) texts by file."""
+
+    def start(groups: dict | None, changes: dict | None = None, **settings) -> endings.Running:
+        files = {path.name: path.read_text() for path in CODE.glob("*.py")}
+        for file, (old, new) in (changes or {}).items():
+            assert files[file].count(old) == 1, (file, old)
+            files[file] = files[file].replace(old, new)
+        data = InputData(channel_name="training", data_source=settings.pop("data", records))
+        name = jobs.create(
+            files,
+            "exec python launcher.py",
+            groups,
+            hyperparameters={**HYPERPARAMETERS, **settings.pop("hyperparameters", {})},
+            environment={"HETERO_TOKEN": "a secret"},
+            input_data_config=[data],
+            max_runtime_seconds=600,
+            **settings,
+        )
+        job = endings.Running(jobs, name)
+        BEGUN[name] = endings.Begun.of(name, job, job.environment())
+        return job
+
+    return start
+
+
+def finish(job: endings.Running, event_at: float = 0.0) -> tuple[dict, float]:
+    """Wait for the job's end, which leaves nothing behind; return how, and how late it came."""
+    begun = BEGUN[job.name]
+    answer = job.jobs.wait(job.name, seconds=200)
+    deadline = time.monotonic() + 5
+    while left := endings.left_behind(begun):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    return answer, endings.seconds_to_end(begun, answer) + begun.event_at - event_at
+
+
+def assert_completed(job: endings.Running) -> dict:
+    """Wait for the job's end; return DescribeTrainingJob's answer."""
+    answer, _ = finish(job)
+    assert answer["TrainingJobStatus"] == "Completed", answer["FailureReason"]
+    return answer
+
+
+def after_steps(job: endings.Running, step: int = 8) -> None:
+    """Wait until the training is well under way."""
+    job.jobs.wait_for_log(job.name, f"step={step} ", seconds=120)
+
+
+def test_the_runtime_is_the_same_as_in_the_pytorch_example():
+    for name in ("hetero.py", "pulse.py"):
+        other = CODE.parents[1] / "pt.grpc.sagemaker" / "code" / name
+        assert filecmp.cmp(CODE / name, other, shallow=False), name
+
+
+# Instead of training: what a rank gets in one pass over the records.
+COLLECT = """
+import os, sys, zlib
+import horovod.tensorflow as hvd
+import pipeline
+hvd.init()
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+os.chdir(arguments["--channels"])
+files, dispatcher = pipeline.find_files("training/*"), arguments["--dispatcher"]
+for images, _ in pipeline.build(files, 8, augment=0, passes=1, dispatcher=dispatcher):
+    seen = [zlib.crc32((image.numpy() * 255).round().astype("uint8")) for image in images]
+    print("seen", hvd.rank(), *seen, flush=True)
+"""
+
+
+def test_ranks_together_get_every_record_of_their_job_once(start, tmp_path: Path, records: str):
+    other = upload(tmp_path / "b", "b", first=1000)
+    change = {"train_dnn.py": ((CODE / "train_dnn.py").read_text(), COLLECT)}
+    side_by_side = {0: start(TWO_AND_TWO, change), 1000: start(TWO_AND_TWO, change, data=other)}
+    for first, job in side_by_side.items():
+        assert_completed(job)
+        lines = [line.split()[1:] for line in job.log() if line.startswith("seen")]
+        assert {rank for rank, *_ in lines} == {"0", "1"}
+        numbers = range(first, first + FILES * RECORDS)
+        expected = sorted(str(zlib.crc32(image(number))) for number in numbers)
+        assert sorted(seen for _, *batch in lines for seen in batch) == expected
+
+
+def test_a_killed_rank_fails_the_job_at_once(start):
+    job = start(ONE_AND_ONE, hyperparameters={"processes-per-host": 2})
+    after_steps(job)
+    job.process("train_dnn.py", HOROVOD_RANK="1").kill()
+    answer, seconds = finish(job, time.time())
+    assert answer["TrainingJobStatus"] == "Failed"
+    assert "in ranks.py, rank 1 died without an exception." in answer["FailureReason"]
+    assert seconds < 15
+
+
+def test_a_damaged_record_is_the_failure_reason(start, tmp_path: Path):
+    with tf.io.TFRecordWriter(f"{tmp_path}/damaged") as writer:
+        writer.write(encode(b"no picture", 0))
+    boto3.client("s3").upload_file(f"{tmp_path}/damaged", BUCKET, "damaged/0.tfrecord")
+    job = start(ONE_AND_ONE, data=f"s3://{BUCKET}/damaged")
+    answer, _ = finish(job)
+    assert answer["TrainingJobStatus"] == "Failed"
+    assert re.search("Unknown image file format", answer["FailureReason"])
+
+
+def kill_data_server(job: endings.Running, number: int) -> None:
+    """Kill a data host's server; wait until it is back, and training has gone on for long."""
+    workers = sum("worker at" in line for line in job.log())
+    job.kill_data_servers([number], times=1)
+    job.jobs.wait_for_log(job.name, "worker at", seconds=60, times=workers + 1)
+    done = max(int(line.split("=")[1].split()[0]) for line in job.log() if line.startswith("step="))
+    # Passes enough for the dispatcher to have given out all files again.
+    after_steps(job, done + 3 * FILES * RECORDS // (2 * HYPERPARAMETERS["batch-size"]))
+
+
+TELL_WEIGHTS = (
+    "    if stopping and done",
+    "    weights = sum(float(tf.norm(weight)) for weight in model.trainable_variables)\n"
+    "    print(f'weights of {rank}: {weights}')\n"
+    "    if stopping and done",
+)
+
+
+def test_a_job_survives_its_data_servers_and_goes_on_from_its_checkpoint(start):
+    settings = {
+        "groups": TWO_AND_TWO,
+        "changes": {"train_dnn.py": TELL_WEIGHTS},
+        "checkpoint_config": CheckpointConfig(s3_uri=f"s3://{BUCKET}/checkpoints"),
+    }
+    job = start(**settings)
+    after_steps(job)
+    kill_data_server(job, 1)  # a worker
+    kill_data_server(job, 0)  # the dispatcher, and a worker
+    job.stop()
+    answer, seconds = finish(job, time.time())
+    assert answer["TrainingJobStatus"] == "Stopped" and seconds < 15
+    stopped = re.search(r"stopped by SIGTERM after step (\d+)", "\n".join(job.log()))
+    last = int(stopped[1]) + 10
+
+    job = start(**settings, hyperparameters={"max-steps": last})
+    assert_completed(job)
+    log = "\n".join(job.log())
+    assert f"at step {stopped[1]}\n" in log and f"training finished: step={last} " in log
+    one, other = re.findall(r"^weights of \d: (.+)", log, re.MULTILINE)
+    assert one == other  # on both ranks, as if they were one
+    assert len(monitoring.steps(job.name)) == 9  # the first one is not measured
+
+
+def test_resnet50_trains_here_too(start, tmp_path: Path):
+    job = start(None, hyperparameters={"model": "resnet50", "batch-size": 2, "max-steps": 2})
+    answer = assert_completed(job)
+    archive = read_s3(answer["ModelArtifacts"]["S3ModelArtifacts"])
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(tmp_path, filter="data")
+    model = tf.saved_model.load(f"{tmp_path}/1")  # where TensorFlow Serving looks for it
+    logits = model.signatures["serving_default"](tf.zeros((2, 32, 32, 3)))
+    assert [tuple(value.shape) for value in logits.values()] == [(2, 10)]
+
+
+@pytest.mark.parametrize(
+    "groups, hyperparameters, words",
+    [
+        (TWO_AND_TWO, {"horovod": "mpi"}, "horovod 'mpi' is for a single dnn host"),
+        (None, {"data-mode": "service"}, "data-mode 'service' needs a data group"),
+        (None, {"model": "large"}, "There is no model 'large': choose one of resnet50, small."),
+        (None, {"batch-size": 0}, "--batch-size must be 1 or more"),
+    ],
+)
+def test_wrong_hyperparameters_are_the_failure_reason(start, groups, hyperparameters, words: str):
+    answer, _ = finish(start(groups, hyperparameters=hyperparameters))
+    assert answer["TrainingJobStatus"] == "Failed" and words in answer["FailureReason"]
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI, and Horovod built with it")
+def test_horovodrun_with_mpi(start):
+    hyperparameters = {"horovod": "mpi", "processes-per-host": 2, "max-steps": 5}
+    assert_completed(start(ONE_AND_ONE, hyperparameters=hyperparameters))

@@ -1,0 +1,66 @@
+"""Start this host's Horovod ranks: for Horovod what torchrun is for PyTorch, without ssh and MPI.
+
+    python ranks.py --hosts algo-2,algo-3 --host-rank 0 --processes-per-host 8 \
+        --port 7711 --interface eth0 train_dnn.py --batch-size 128
+
+Run on every host, each with its own --host-rank. The ranks find each other through a small server
+on the first host, which this program runs there, and then talk over Gloo (NCCL between GPUs).
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+
+from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
+from horovod.runner.gloo_run import create_slot_env_vars
+from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+
+def main() -> None:
+    """Run the ranks; exit with status 1, and the others stopped, as soon as one fails."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--hosts", required=True, help="addresses of all hosts with ranks, comma-separated")
+    add("--host-rank", type=int, required=True, help="this host's place among them, from 0")
+    add("--processes-per-host", type=int, default=1)
+    add("--port", type=int, required=True, help="of the server on the first host")
+    add("--interface", required=True, help="the network interface to use")
+    add("command", nargs=argparse.REMAINDER, help="the training script and its arguments")
+    args = parser.parse_args()
+
+    hosts = args.hosts.split(",")
+    slots = [HostInfo(host, args.processes_per_host) for host in hosts]
+    plan = get_host_assignments(slots, len(hosts) * args.processes_per_host)
+    if args.host_rank == 0:
+        server = RendezvousHTTPServer((hosts[0], args.port), RendezvousHandler, verbose=0)
+        server.init(plan)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    environment = {
+        **os.environ,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": hosts[0],
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(args.port),
+        "HOROVOD_GLOO_IFACE": args.interface,
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *args.command], env={**environment, **create_slot_env_vars(slot)}
+        )
+        for slot in plan
+        if slot.hostname == hosts[args.host_rank]
+    ]
+    while any(rank.poll() is None for rank in ranks):
+        if any(rank.poll() for rank in ranks):
+            for rank in ranks:
+                rank.terminate()
+        time.sleep(0.1)
+    sys.exit(any(rank.returncode for rank in ranks))
+
+
+if __name__ == "__main__":
+    main()

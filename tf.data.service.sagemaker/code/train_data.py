@@ -1,0 +1,55 @@
+"""A host's part in tf.data.service: a worker that prepares batches, and on one host the dispatcher.
+
+The dispatcher shares out the files among the workers, and keeps a journal: started again with the
+same work folder, it goes on where it was. Nobody stops either of them but a signal.
+"""
+
+import argparse
+import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # a dnn host's GPUs belong to its ranks
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the autoscaler, not in use here, warns
+
+import tensorflow as tf
+
+from pipeline import find_files, milliseconds_per_sample
+
+service = tf.data.experimental.service
+
+
+def main() -> None:
+    """Start what this host serves, and wait for the signal that ends it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--dispatcher", required=True, metavar="HOST:PORT", help="where workers reach it")
+    add("--work-dir", help="the dispatcher's journal; if given, the dispatcher runs here")
+    add("--address", required=True, help="where this host is reached")
+    add("--channels", required=True, help="folder of the job's channels")
+    add("--files", default="training/*", help="the TFRecord files, relative to that folder")
+    add("--augment", type=int, default=1, help="how finely it is computed; 0: none")
+    add("--cores", type=int, default=0, help="use so many, the last ones; 0: all")
+    args = parser.parse_args()
+
+    # The pipeline comes from the training hosts with the names of its files, which are good on
+    # every host because they are relative.
+    os.chdir(args.channels)
+    cores = sorted(os.sched_getaffinity(0))[-args.cores :]
+    os.sched_setaffinity(0, cores)
+    servers = []
+    if args.work_dir:
+        port = int(args.dispatcher.rpartition(":")[2])
+        config = service.DispatcherConfig(
+            port=port, work_dir=args.work_dir, fault_tolerant_mode=True
+        )
+        servers.append(service.DispatchServer(config))
+        print(f"dispatcher at {args.dispatcher}", flush=True)
+    cost = milliseconds_per_sample(find_files(args.files), args.augment)
+    print(f"data_ms_per_sample={cost:.3f} workers={len(cores)}", flush=True)
+    config = service.WorkerConfig(args.dispatcher, worker_address=f"{args.address}:%port%")
+    servers.append(service.WorkerServer(config))
+    print(f"worker at {args.address}", flush=True)
+    servers[-1].join()
+
+
+if __name__ == "__main__":
+    main()
