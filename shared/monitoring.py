@@ -16,7 +16,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from itertools import zip_longest
 from math import nan
 from statistics import mean
@@ -208,7 +208,7 @@ def utilisation(job_name: str, session: boto3.Session | None = None) -> pd.DataF
                 MetricName=metric,
                 Dimensions=[{"Name": "Host", "Value": f"{job_name}/{host}"}],
                 StartTime=start,
-                EndTime=end,
+                EndTime=end + timedelta(seconds=1),  # exclusive, and in whole seconds
                 Period=60 * minutes,
                 Statistics=["Average"],
             )["Datapoints"]

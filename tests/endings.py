@@ -299,14 +299,14 @@ def finish(begun: Begun) -> float:
         assert re.fullmatch(rf"AlgorithmError: {ending.reason}, exit code: \d+", reason), reason
     if ending.logged:
         assert any(ending.logged in line for line in begun.job.log()), ending.logged
-    return seconds_to_end(begun, answer)
+    return seconds_to_end(answer, since=begun.event_at)
 
 
-def seconds_to_end(begun: Begun, job: dict) -> float:
-    """From the event to the last host's exit."""
+def seconds_to_end(job: dict, since: float) -> float:
+    """From an event to the last host's exit."""
     phases = {phase["Status"]: phase for phase in job["SecondaryStatusTransitions"]}
     last = phases.get("Stopping", phases["Training"])  # until then some host was running
-    return last["EndTime"].timestamp() - begun.event_at
+    return last["EndTime"].timestamp() - since
 
 
 def is_of_a_job(pid: int) -> bool:

@@ -85,9 +85,8 @@ def finish(attempt: Attempt) -> str:
     begun = attempt.begun
     job = begun.job.jobs.wait(begun.job.name, seconds=LONGEST)
     status, reason = job["TrainingJobStatus"], job.get("FailureReason") or ""
-    line = (
-        f"{begun.name}: {attempt.what}: {status} {endings.seconds_to_end(begun, job):.0f} s later"
-    )
+    seconds = endings.seconds_to_end(job, begun.event_at)
+    line = f"{begun.name}: {attempt.what}: {status} {seconds:.0f} s later"
     assert status != "Stopped" or attempt.what.startswith("stop"), line
     if status == "Failed" and attempt.launched:
         named = attempt.host or r"algo-\d"

@@ -1,6 +1,7 @@
 """Logs, step lines and status of training jobs, read from moto's CloudWatch Logs and SageMaker."""
 
 import json
+import math
 import re
 from datetime import datetime, timezone
 
@@ -148,7 +149,9 @@ def test_side_by_side_wraps_long_lines_and_loses_nothing(capsys):
 
 
 def test_steps_are_a_typed_table():
-    write_log("job", "algo-1", ["Namespace(step=3)", *STEP_LINES, "training finished: step=30"])
+    write_log(
+        "job", "algo-1", ["Namespace(step=3)", *STEP_LINES, "training finished after step 30"]
+    )
     table = monitoring.steps("job")
     assert list(table["step"]) == [10, 20, 30] and table["step"].dtype == int
     assert list(table["loss"][:2]) == [2.25, 1e-05] and table["loss"].isna()[2]
@@ -158,7 +161,7 @@ def test_steps_are_a_typed_table():
 
 
 def test_no_step_lines_is_a_clear_error():
-    write_log("job", "algo-1", ["training finished: step=30 loss=0.1"])
+    write_log("job", "algo-1", ["training finished after step 30: loss 0.1"])
     with pytest.raises(ValueError, match="'job' has no step lines"):
         monitoring.steps("job")
 
@@ -168,7 +171,7 @@ def test_metric_definitions_match_the_step_line():
         metric["Name"]: re.search(metric["Regex"], STEP_LINES[0])[1]
         for metric in monitoring.METRIC_DEFINITIONS
     }
-    last_line = "training finished: step=150 loss=0.0827"  # of one batch, not of an interval
+    last_line = "training finished after step 150: loss 0.0827"  # of one batch, not of an interval
     assert not any(re.search(m["Regex"], last_line) for m in monitoring.METRIC_DEFINITIONS)
     assert found == {
         "loss": "2.25",
@@ -232,3 +235,25 @@ def test_wait_raises_with_the_reason_of_a_failure():
     job.training_job_status, job.failure_reason = "Failed", "AlgorithmError: no data host is left"
     with pytest.raises(RuntimeError, match="'job' failed: AlgorithmError: no data host is left"):
         monitoring.wait("job")
+
+
+def test_utilisation_is_of_the_time_between_the_step_lines():
+    write_log("job", "algo-1", ["host=algo-1 group=dnn_group instance_type=any", *STEP_LINES], 1000)
+    write_log("job", "algo-2", ["host=algo-2 group=data_group instance_type=any"])
+    values = [("algo-1", "CPUUtilization", 2, 300), ("algo-1", "CPUUtilization", 2.5, 500)]
+    values += [("algo-1", "CPUUtilization", -300, 9000), ("algo-1", "GPUUtilization", 2, 750)]
+    for host, metric, seconds, value in values:
+        boto3.client("cloudwatch").put_metric_data(
+            Namespace="/aws/sagemaker/TrainingJobs",
+            MetricData=[
+                {
+                    "MetricName": metric,
+                    "Dimensions": [{"Name": "Host", "Value": f"job/{host}"}],
+                    "Timestamp": datetime.fromtimestamp(NOW / 1000 + seconds, timezone.utc),
+                    "Value": value,
+                }
+            ],
+        )
+    data, dnn = monitoring.utilisation("job").to_dict("records")
+    assert dnn == {"group": "dnn_group", "host": "algo-1", "busy vCPUs": 4.0, "busy GPUs": 7.5}
+    assert data["host"] == "algo-2" and math.isnan(data["busy vCPUs"])

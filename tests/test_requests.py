@@ -9,11 +9,20 @@ meant, and to read their diff:
 import json
 import os
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import boto3
 import nbformat
 import pytest
+from moto import mock_aws
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.sagemaker.models import sagemaker_backends
 from nbclient import NotebookClient
+
+from jobs import request
+from shared import monitoring
 
 ROOT = Path(__file__).parent.parent
 STORED = Path(__file__).parent / "requests"
@@ -74,6 +83,8 @@ def requests_of(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch) ->
         ("hello.world.sagemaker/helloworld-example", "aws"),
         ("pt.grpc.sagemaker/hetero-pytorch-mnist", "aws"),
         ("pt.grpc.sagemaker/hetero-pytorch-mnist", "aws-small"),
+        ("tf.data.service.sagemaker/hetero-tensorflow-restnet50", "aws"),
+        ("tf.data.service.sagemaker/hetero-tensorflow-restnet50", "aws-small"),
     ],
 )
 def test_requests_to_aws(name: str, target: str, monkeypatch: pytest.MonkeyPatch):
@@ -89,3 +100,53 @@ def test_only_the_first_cell_and_the_table_of_sizes_know_the_target(notebook: Pa
     cells = [c for c in nbformat.read(notebook, as_version=4).cells if c.cell_type == "code"]
     lines = [line for cell in cells[1:] for line in cell.source.splitlines() if "TARGET" in line]
     assert lines in ([], ["SIZE = SIZES[TARGET]"])
+
+
+TENSORFLOW = ROOT / "tf.data.service.sagemaker" / "hetero-tensorflow-restnet50.ipynb"
+
+
+@pytest.mark.parametrize(
+    "reasons, jobs",
+    [
+        (["CapacityError: Unable to provision requested ML compute capacity.", ""], 2),
+        (["CapacityError: Unable to provision requested ML compute capacity."] * 9, 3),
+        (["AlgorithmError: On algo-1 (dnn_group) ...", ""], 1),
+    ],
+)
+def test_a_job_for_lack_of_capacity_is_tried_again(reasons: list[str], jobs: int):
+    """The notebook's own function, with jobs that fail in moto as AWS would let them fail."""
+    cells = nbformat.read(TENSORFLOW, as_version=4).cells
+    source = next(cell.source for cell in cells if "def run_job" in cell.source)
+    names: dict = {"ModelTrainer": None, "monitoring": monitoring, "time": time}
+    exec(source, names)  # noqa: S102
+
+    class Trainer:
+        """Starts a job that ends at once, for the next of the reasons."""
+
+        started: list[str] = []  # noqa: RUF012
+
+        def train(self, **settings) -> None:
+            name = f"job-{len(self.started)}"
+            boto3.client("sagemaker").create_training_job(**request(name))
+            record = sagemaker_backends[DEFAULT_ACCOUNT_ID]["us-east-1"].training_jobs[name]
+            record.failure_reason = reasons[len(self.started)]
+            record.training_job_status = "Failed" if record.failure_reason else "Completed"
+            self._latest_training_job = SimpleNamespace(training_job_name=name)
+            self.started.append(name)
+
+    with mock_aws():
+        if reasons[jobs - 1]:
+            with pytest.raises(RuntimeError, match=reasons[jobs - 1].split(":")[0]):
+                names["run_job"](Trainer(), attempts=3, pause_seconds=0)
+        else:
+            assert names["run_job"](Trainer(), attempts=3, pause_seconds=0) == f"job-{jobs - 1}"
+    assert len(Trainer.started) == jobs
+
+
+def test_the_diff_that_the_notebook_shows_is_in_the_code():
+    cells = nbformat.read(TENSORFLOW, as_version=4).cells
+    text = next(cell.source for cell in cells if "```diff" in cell.source)
+    code = "".join((TENSORFLOW.parent / "code" / "pipeline.py").read_text().split())
+    for line in text.split("```")[1].splitlines()[1:]:
+        assert "".join(line[1:].split()).split("...")[0] in code, line
+    assert code.count("ifdispatcher:") == code.count("ifnotdispatcher:") == 1

@@ -82,7 +82,7 @@ def finish(job: endings.Running, event_at: float = 0.0) -> tuple[dict, float]:
     while left := endings.left_behind(begun):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
-    return answer, endings.seconds_to_end(begun, answer) + begun.event_at - event_at
+    return answer, endings.seconds_to_end(answer, since=event_at)
 
 
 def assert_completed(job: endings.Running) -> dict:
@@ -183,15 +183,19 @@ def test_a_job_survives_its_data_servers_and_goes_on_from_its_checkpoint(start):
     answer, seconds = finish(job, time.time())
     assert answer["TrainingJobStatus"] == "Stopped" and seconds < 15
     stopped = re.search(r"stopped by SIGTERM after step (\d+)", "\n".join(job.log()))
-    last = int(stopped[1]) + 10
+    last = int(stopped[1]) + 200
 
     job = start(**settings, hyperparameters={"max-steps": last})
-    assert_completed(job)
+    answer = assert_completed(job)
+    # TensorFlow takes up to a minute to destroy an iterator (issue 56490 has the like of it): the
+    # longer it was in use, the longer. Nobody waits for that here.
+    end = next(line.time for line in monitoring.logs(job.name) if "training finished" in line.text)
+    assert endings.seconds_to_end(answer, since=end.timestamp()) < 10
     log = "\n".join(job.log())
-    assert f"at step {stopped[1]}\n" in log and f"training finished: step={last} " in log
+    assert f"at step {stopped[1]}\n" in log and f"training finished after step {last}:" in log
     one, other = re.findall(r"^weights of \d: (.+)", log, re.MULTILINE)
     assert one == other  # on both ranks, as if they were one
-    assert len(monitoring.steps(job.name)) == 9  # the first one is not measured
+    assert len(monitoring.steps(job.name)) == 199  # the first one is not measured
 
 
 def test_resnet50_trains_here_too(start, tmp_path: Path):

@@ -192,7 +192,7 @@ def test_local_training_learns_and_says_so(local_run):
         assert float(samples_per_s) == pytest.approx(1000 * BATCH_SIZE / float(step_time), rel=0.01)
     assert re.search(r"^data_ms_per_sample=\d+\.\d{3} workers=\d+$", output, re.MULTILINE)
     assert float(re.search(r"^test_accuracy=([\d.]+)$", output, re.MULTILINE)[1]) > 0.6
-    assert re.search(r"^training finished: step=80 loss=[\d.]+$", output, re.MULTILINE)
+    assert re.search(r"^training finished after step 80: loss [\d.]+$", output, re.MULTILINE)
     assert torch.load(folder / "model.pt")["fc2.bias"].shape == (10,)
 
 
@@ -272,7 +272,7 @@ def two_rank_run(digits, tmp_path_factory) -> tuple[list, Path]:
     command = [*TRAINING, "--train-dir", digits, "--augment", "1", "--workers", "1"]
     folder = tmp_path_factory.mktemp("two-ranks")
     output = train(*command, "--model-dir", folder, ranks=2)
-    assert "training finished: step=40 " in output  # 20 steps of 2 * 16 samples per epoch
+    assert "training finished after step 40:" in output  # 20 steps of 2 * 16 samples per epoch
     return command, folder
 
 
@@ -293,7 +293,7 @@ def test_any_number_of_ranks_resumes_from_a_checkpoint(two_rank_run, tmp_path):
         output = train(*resume, ranks=ranks)
         assert f"resumed from {folder} at step 27\n" in output
         steps = 27 + math.ceil((TRAIN_IMAGES - 7 * 2 * BATCH_SIZE) / (ranks * BATCH_SIZE))
-        assert f"training finished: step={steps} loss=" in output
+        assert f"training finished after step {steps}: loss " in output
     assert_same_model(tmp_path / "2", reference)
 
     # Finished, but as if the job had been stopped before the model was written.

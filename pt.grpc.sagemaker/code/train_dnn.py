@@ -190,7 +190,7 @@ def main() -> None:
         if step == first_step:
             print(f"training was complete already: step={step}")
         else:
-            print(f"training finished: step={step} loss={loss.item():.4f}")
+            print(f"training finished after step {step}: loss {loss.item():.4f}")
 
 
 def build_loader(

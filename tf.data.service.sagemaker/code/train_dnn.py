@@ -61,8 +61,8 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    """Train, and save the model."""
+def main() -> str:
+    """Train, and save the model; return why the training ended before its time, or nothing."""
     args = parse_arguments()
     sys.stdout.reconfigure(line_buffering=True)  # the job's log shows each line at once
     hvd.init()
@@ -122,6 +122,7 @@ def main() -> None:
     # first batch's way through an empty pipeline.
     done = first_step = int(step)
     interval, stopping = Interval(), False
+    global iterator  # stays until the process ends, for the reason at the end of this file
     iterator = iter(batches)
     while done < args.max_steps and not stopping:
         wait_start = time.perf_counter()
@@ -149,13 +150,14 @@ def main() -> None:
             checkpoints.save(done)
 
     if stopping and done < args.max_steps:
-        sys.exit(f"training stopped by SIGTERM after step {done}")
+        return f"training stopped by SIGTERM after step {done}"
     if rank == 0:
         tf.saved_model.save(model, str(args.model_dir / "1"))
         if done == first_step:
             print(f"training was complete already: step={done}")
         else:
-            print(f"training finished: step={done} loss={float(loss):.4f}")
+            print(f"training finished after step {done}: loss {float(loss):.4f}")
+    return ""
 
 
 def build_batches(args: argparse.Namespace, rank: int, ranks: int) -> Iterable:
@@ -206,4 +208,10 @@ class Interval:
 
 if __name__ == "__main__":
     with pulse.watched(f"rank {os.environ.get('HOROVOD_RANK', 0)}"):  # the launcher sees it end
-        main()
+        reason = main()
+        hvd.shutdown()
+    print(reason, file=sys.stderr, end="\n" if reason else "", flush=True)
+    # Not sys.exit, which destroys everything: the iterator would wait for tf.data's tuning thread,
+    # and that sleeps for up to a minute.
+    sys.stdout.flush()
+    os._exit(1 if reason else 0)
