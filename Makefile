@@ -4,7 +4,7 @@
 python := .venv/bin/python
 environment := .venv/.ready
 
-.PHONY: help demo test soak lab lint clean
+.PHONY: help demo test bench soak lab lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
@@ -14,6 +14,9 @@ demo: $(environment) ## run the notebooks on this machine, without an AWS accoun
 
 test: $(environment) ## run the tests
 	@$(python) -m pytest
+
+bench: $(environment) ## measure what data hosts bring, on this machine, three times
+	@$(python) benchmarks/speedup.py 3
 
 soak: $(environment) ## let random things happen to 50 training jobs, for about half an hour
 	@$(python) tests/soak.py 0 50

@@ -105,9 +105,11 @@ def distort(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     images = tf.nn.dilation2d(images, element, ones, "SAME", "NHWC", dilations=ones)
     offsets = tf.range(BLUR_SIDE, dtype=tf.float32) - BLUR_SIDE // 2
     weights = tf.nn.softmax(-0.5 * (offsets / BLUR_SIGMA) ** 2)
+    border = [BLUR_SIDE // 2] * 2  # mirrored, or the blur would darken it
+    images = tf.pad(images, [[0, 0], border, border, [0, 0]], "REFLECT")
     for shape in ((BLUR_SIDE, 1, 1, 1), (1, BLUR_SIDE, 1, 1)):  # 11 x 11, down and across
         kernel = tf.tile(tf.reshape(weights, shape), (1, 1, CHANNELS, 1))
-        images = tf.nn.depthwise_conv2d(images, kernel, ones, "SAME")
+        images = tf.nn.depthwise_conv2d(images, kernel, ones, "VALID")
 
     # One map does it all: it takes each pixel from where the centred, rotated, scaled (and, half of
     # the time, mirrored) grid has it.
