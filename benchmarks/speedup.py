@@ -2,6 +2,8 @@
 
     python benchmarks/speedup.py 3      runs each notebook three times and prints the medians
 
+Fails if a median is below what we promise.
+
 The peer is the homogeneous job: the same training script with its framework's own way to prepare
 data on the training host, torch's DataLoader or tf.data. Its share of the machine's cores is that
 of its instance, so the speed-up is what added cores bring, less the overhead of the way there.
@@ -19,6 +21,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import demo  # noqa: E402
 import nbformat  # noqa: E402
 
+LEAST_SPEED_UP, LEAST_SHARE = 1.4, 0.8  # of the homogeneous job, of the ideal
 RESULT = re.compile(r"speed-up: ([\d.]+) of at most ([\d.]+)")
 
 
@@ -38,6 +41,8 @@ def main() -> None:
         print("  " + ", ".join(f"{speed_up:.2f} of {ideal:.2f}" for speed_up, ideal in found))
         speed_up = median(speed_up for speed_up, _ in found)
         print(f"  median {speed_up:.2f}, {median(shares):.0%} of the ideal", flush=True)
+        if speed_up < LEAST_SPEED_UP or median(shares) < LEAST_SHARE:
+            sys.exit(f"Less than {LEAST_SPEED_UP} or {LEAST_SHARE:.0%}: is the machine busy?")
 
 
 if __name__ == "__main__":

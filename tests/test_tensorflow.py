@@ -24,7 +24,7 @@ from jobs import Jobs, read_s3  # noqa: E402
 from shared import monitoring  # noqa: E402
 
 CODE = Path(__file__).parents[1] / "tf.data.service.sagemaker" / "code"
-FILES, RECORDS, BUCKET = 12, 40, "records"
+FILES, RECORDS, BUCKET = 48, 10, "records"
 HYPERPARAMETERS = {"model": "small", "batch-size": 8, "log-every": 1, "max-steps": 100_000}
 ONE_AND_ONE = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)}
 TWO_AND_TWO = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
@@ -105,32 +105,51 @@ def test_the_runtime_is_the_same_as_in_the_pytorch_example():
         assert filecmp.cmp(CODE / name, other, shallow=False), name
 
 
-# Instead of training: what a rank gets in one pass over the records.
+# Instead of training: what a rank gets in two passes over the records.
 COLLECT = """
-import os, sys, zlib
+import json, os, sys, time, zlib
 import horovod.tensorflow as hvd
 import pipeline
 hvd.init()
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 os.chdir(arguments["--channels"])
 files, dispatcher = pipeline.find_files("training/*"), arguments["--dispatcher"]
-for images, _ in pipeline.build(files, 8, augment=0, passes=1, dispatcher=dispatcher):
+time.sleep(5)  # until all workers are up
+for images, configs in pipeline.build(files, 8, augment=0, passes=2, dispatcher=dispatcher):
+    worker = json.loads(configs[0].numpy())["current_host"]
     seen = [zlib.crc32((image.numpy() * 255).round().astype("uint8")) for image in images]
-    print("seen", hvd.rank(), *seen, flush=True)
+    print("seen", hvd.rank(), worker, *seen, flush=True)
 """
+# Instead of the label: a file of the worker's. And no worker takes all the records at once.
+TELL_WORKER = (CODE / "pipeline.py").read_text()
+for old, new in (
+    (
+        'return image, example["label"]',
+        'return image, tf.io.read_file("../config/resourceconfig.json")',
+    ),
+    ("SHUFFLE_RECORDS = 2048", "SHUFFLE_RECORDS = 20"),
+):
+    assert TELL_WORKER.count(old) == 1, old
+    TELL_WORKER = TELL_WORKER.replace(old, new)
 
 
-def test_ranks_together_get_every_record_of_their_job_once(start, tmp_path: Path, records: str):
+def test_ranks_together_get_every_record_of_their_job_once_in_each_pass(
+    start, tmp_path: Path, records: str
+):
     other = upload(tmp_path / "b", "b", first=1000)
-    change = {"train_dnn.py": ((CODE / "train_dnn.py").read_text(), COLLECT)}
+    change = {
+        "train_dnn.py": ((CODE / "train_dnn.py").read_text(), COLLECT),
+        "pipeline.py": ((CODE / "pipeline.py").read_text(), TELL_WORKER),
+    }
     side_by_side = {0: start(TWO_AND_TWO, change), 1000: start(TWO_AND_TWO, change, data=other)}
     for first, job in side_by_side.items():
         assert_completed(job)
         lines = [line.split()[1:] for line in job.log() if line.startswith("seen")]
         assert {rank for rank, *_ in lines} == {"0", "1"}
-        numbers = range(first, first + FILES * RECORDS)
+        assert len({worker for _, worker, *_ in lines}) == 2  # both data hosts work
+        numbers = [*range(first, first + FILES * RECORDS)] * 2
         expected = sorted(str(zlib.crc32(image(number))) for number in numbers)
-        assert sorted(seen for _, *batch in lines for seen in batch) == expected
+        assert sorted(seen for _, _, *batch in lines for seen in batch) == expected
 
 
 def test_a_killed_rank_fails_the_job_at_once(start):
@@ -144,13 +163,13 @@ def test_a_killed_rank_fails_the_job_at_once(start):
 
 
 def test_a_damaged_record_is_the_failure_reason(start, tmp_path: Path):
-    with tf.io.TFRecordWriter(f"{tmp_path}/damaged") as writer:
+    data = upload(tmp_path / "damaged", "damaged")
+    with tf.io.TFRecordWriter(f"{tmp_path}/record") as writer:
         writer.write(encode(b"no picture", 0))
-    boto3.client("s3").upload_file(f"{tmp_path}/damaged", BUCKET, "damaged/0.tfrecord")
-    job = start(ONE_AND_ONE, data=f"s3://{BUCKET}/damaged")
-    answer, _ = finish(job)
+    boto3.client("s3").upload_file(f"{tmp_path}/record", BUCKET, "damaged/z.tfrecord")
+    answer, _ = finish(start(ONE_AND_ONE, data=data))
     assert answer["TrainingJobStatus"] == "Failed"
-    assert re.search("Unknown image file format", answer["FailureReason"])
+    assert re.search("rank 0 ended with .*Unknown image file format", answer["FailureReason"])
 
 
 def kill_data_server(job: endings.Running, number: int) -> None:
@@ -171,14 +190,19 @@ TELL_WEIGHTS = (
 )
 
 
+# With it there is a worker beside the ranks, as on hosts with more cores than ranks.
+ONE_SPARE_CORE = ("len(os.sched_getaffinity(0)) - args.processes_per_host", "1")
+
+
 def test_a_job_survives_its_data_servers_and_goes_on_from_its_checkpoint(start):
     settings = {
         "groups": TWO_AND_TWO,
-        "changes": {"train_dnn.py": TELL_WEIGHTS},
+        "changes": {"train_dnn.py": TELL_WEIGHTS, "launcher.py": ONE_SPARE_CORE},
         "checkpoint_config": CheckpointConfig(s3_uri=f"s3://{BUCKET}/checkpoints"),
     }
     job = start(**settings)
     after_steps(job)
+    assert sum("worker at" in line for line in job.log()) == 4
     kill_data_server(job, 1)  # a worker
     kill_data_server(job, 0)  # the dispatcher, and a worker
     job.stop()

@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -224,7 +224,7 @@ class Leader:
         self.refused_at: dict[str, float] = {}
         self.trained: dict[str, str] = {}  # host -> "", or why it ended before its time
         self.without_service: set[str] = set()
-        self.failures: list[tuple[float, str]] = []
+        self.failures: dict[str, tuple[float, str]] = {}  # host -> the first one there: when, what
         self.outcome: dict = {}
         self.decided_at = 0.0
 
@@ -292,7 +292,8 @@ class Leader:
         except OSError as error:
             del self.members[host]
             writer.transport.abort()
-            self.decide(False, f"The launcher on {self.cluster.where(host)} is gone: {error}.")
+            if host not in self.failures:  # it has not said why it ends
+                self.decide(False, f"The launcher on {self.cluster.where(host)} is gone: {error}.")
 
     def _hear(self, host: str, message: dict) -> None:
         group = self.cluster.group_of(host)
@@ -302,9 +303,10 @@ class Leader:
         elif "over" in message:
             # A process that fails takes those down that are connected with it, on any host: of
             # what is said within a second, the first to have happened is the cause. 0 is first.
-            self.failures.append((message["at"], message["over"]))
+            failure = (message["at"], message["over"])
+            self.failures[host] = min(failure, self.failures.get(host, failure))
             later = asyncio.get_running_loop().call_later
-            later(SETTLE_SECONDS, lambda: self.decide(False, min(self.failures)[1]))
+            later(SETTLE_SECONDS, lambda: self.decide(False, min(self.failures.values())[1]))
         elif "unserved" in message:
             reason = message["unserved"]
             self.without_service.add(host)
@@ -344,8 +346,8 @@ class Launcher:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.sigterm.set)
         parts = [lead.lead()] if lead else []
         parts += [self.follow_leader(), self.mind_sigterm()]
-        parts += [self.train(command) if self.trains else self.serve(command)]
-        parts += [self.serve(beside)] if self.trains and beside else []
+        parts += [self.report(self.train(command) if self.trains else self.serve(command))]
+        parts += [self.report(self.serve(beside))] if self.trains and beside else []
         tasks = [asyncio.ensure_future(part) for part in parts]
         try:
             await asyncio.gather(*tasks)
@@ -354,9 +356,6 @@ class Launcher:
         except Exception as error:  # such as a port that is taken
             traceback.print_exc()
             completed, reason = False, f"The launcher on {self.here} failed: {error}."
-            give_up = time.monotonic() + STOP_SECONDS + 5
-            while not self.writer and time.monotonic() < give_up:  # so that the leader tells those
-                await asyncio.sleep(0.05)  # that are still coming up
         for task in tasks:
             task.cancel()
         if lead:
@@ -407,6 +406,20 @@ class Launcher:
                 if time.monotonic() > deadline:
                     raise ConnectionError(f"{error} for {JOIN_SECONDS} s") from None
             await asyncio.sleep(0.2)
+
+    async def report(self, part: Awaitable[None]) -> None:
+        """Run a part; tell the leader if it fails, when there is a connection, and live on.
+
+        If this host just ended, SageMaker would stop those that are still coming up, which may not
+        notice, and whose FailureReason would not say why.
+        """
+        try:
+            await part
+        except Exception as error:  # such as a command that is not there
+            traceback.print_exc()
+            while not self.writer:
+                await asyncio.sleep(0.05)
+            send(self.writer, over=f"The launcher on {self.here} failed: {error}.", at=0.0)
 
     def begin(self, command: list[str]) -> Child:
         """Start a process, to be stopped at the job's end at the latest."""

@@ -82,7 +82,7 @@ def main() -> None:
 
     # Cores of a dnn host that are left when each rank has one.
     spare = len(os.sched_getaffinity(0)) - args.processes_per_host
-    beside = [*train_data, "--cores", str(spare)]
+    beside = [*train_data, "--spare-cores", str(spare)]
     with tempfile.TemporaryDirectory() as work_dir:
         if cluster.host in data_hosts[:1]:
             train_data += ["--work-dir", work_dir]

@@ -10,8 +10,8 @@ CLASSES = 10
 def small_resnet() -> tf.keras.Model:
     """ResNet-8: the residual network of He et al. (2015) for CIFAR-10, one block a stage.
 
-    In a hundredth of ResNet50's parameters; its time per step is near what augmentation costs, so
-    that two machines can share the work well, even when both are small.
+    A step of it takes about as long as augmenting the images, so that two machines can share the
+    work well, even when both are small.
     """
 
     def convolve(x: tf.Tensor, filters: int, stride: int = 1) -> tf.Tensor:

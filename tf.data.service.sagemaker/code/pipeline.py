@@ -4,7 +4,7 @@
 `if dispatcher`: what is above them then runs on the data hosts, and what is below on this one.
 
 A record is a tf.train.Example with two features: `image`, an encoded picture (PNG, JPEG, ...), and
-`label`, an int64.
+`label`, an int64 from 0 to 9.
 """
 
 import math
@@ -15,7 +15,7 @@ from pathlib import Path
 import tensorflow as tf
 
 SIDE, CHANNELS = 32, 3  # of the images that the model sees
-FILES_AT_ONCE = 4  # each data host reads
+FILES_AT_ONCE = 4  # that a data host reads
 SHUFFLE_RECORDS = 2048  # that it holds in memory to choose from
 BLUR_SIDE, BLUR_SIGMA = 11, 1.5  # pixels
 MOST_ROTATION, MOST_ZOOM = math.radians(18), 0.1
@@ -42,6 +42,7 @@ def build(
     rank: int = 0,
     ranks: int = 1,
     dispatcher: str = "",
+    threads: int = 0,
 ) -> tf.data.Dataset:
     """Return batches: images, float32 (N, 32, 32, 3) from 0 to 1, and labels, int64 (N,).
 
@@ -50,21 +51,18 @@ def build(
         finer than the image, so that CPU time grows with its square.
     passes: over the files; None repeats them for ever, in full batches.
     rank, ranks: this training process among all; each record of a pass goes to one of them.
-    dispatcher: tf.data.service's, HOST:PORT; without it the batches are prepared here.
+    dispatcher: tf.data.service's, HOST:PORT; without it the batches are prepared here,
+    threads: by so many; 0: one for each core.
     """
     files = random.Random(seed).sample(files, len(files))
     dataset = tf.data.Dataset.from_tensor_slices(files)
-    dataset = dataset.interleave(
-        tf.data.TFRecordDataset,
-        cycle_length=FILES_AT_ONCE,
-        num_parallel_calls=tf.data.AUTOTUNE,
-        deterministic=True,
-    )
+    dataset = dataset.interleave(tf.data.TFRecordDataset, cycle_length=FILES_AT_ONCE)
     if not dispatcher:
         dataset = dataset.shard(ranks, rank)
     dataset = dataset.shuffle(SHUFFLE_RECORDS, seed=seed).repeat(passes)
-    # Counted, so that the next pass varies a record differently.
-    dataset = dataset.scan(tf.constant(seed, tf.int64), lambda n, record: (n + 1, (n, record)))
+    # Counted, so that the next pass varies a record differently; by blocks, since nothing else here
+    # takes one record after the other.
+    dataset = dataset.batch(64).scan(tf.constant(seed, tf.int64), count).unbatch()
     dataset = dataset.map(
         lambda n, record: prepare(n, record, augment), num_parallel_calls=tf.data.AUTOTUNE
     )
@@ -72,14 +70,25 @@ def build(
     if dispatcher:
         dataset = dataset.apply(
             tf.data.experimental.service.distribute(
-                # A data host gets another file when it needs one, so that each works at its speed.
+                # Data hosts get files as they need them, so that each works at its own speed.
                 processing_mode=tf.data.experimental.service.ShardingPolicy.DYNAMIC,
                 service=f"grpc://{dispatcher}",
                 job_name="training",  # the same on all ranks: each batch goes to one of them
                 compression=None,  # it takes more time than the network
             )
         )
+    elif threads:  # ranks on one host share its cores
+        options = tf.data.Options()
+        options.threading.private_threadpool_size = threads
+        options.autotune.cpu_budget = threads
+        dataset = dataset.with_options(options)
     return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def count(n: tf.Tensor, records: tf.Tensor) -> tuple[tf.Tensor, tuple[tf.Tensor, tf.Tensor]]:
+    """Number a block of records from `n`; return the next number, and the numbers with records."""
+    end = n + tf.size(records, tf.int64)
+    return end, (tf.range(n, end), records)
 
 
 def prepare(n: tf.Tensor, record: tf.Tensor, augment: int) -> tuple[tf.Tensor, tf.Tensor]:

@@ -9,6 +9,7 @@ on the first host, which this program runs there, and then talk over Gloo (NCCL 
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,8 @@ import time
 from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+START_SECONDS = 600  # hosts may load TensorFlow at very different speeds
 
 
 def main() -> None:
@@ -38,6 +41,8 @@ def main() -> None:
         server = RendezvousHTTPServer((hosts[0], args.port), RendezvousHandler, verbose=0)
         server.init(plan)
         threading.Thread(target=server.serve_forever, daemon=True).start()
+    else:
+        wait_for(hosts[0], args.port)  # the ranks themselves try for two seconds only
 
     environment = {
         **os.environ,
@@ -46,6 +51,8 @@ def main() -> None:
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": hosts[0],
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(args.port),
         "HOROVOD_GLOO_IFACE": args.interface,
+        # For the others to come up. A rank that dies or hangs later, the launcher notices.
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(START_SECONDS),
     }
     ranks = [
         subprocess.Popen(
@@ -60,6 +67,18 @@ def main() -> None:
                 rank.terminate()
         time.sleep(0.1)
     sys.exit(any(rank.returncode for rank in ranks))
+
+
+def wait_for(host: str, port: int) -> None:
+    """Wait until somebody listens there; raise OSError if that takes too long."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=5).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,16 @@ def main() -> None:
     add("--channels", required=True, help="folder of the job's channels")
     add("--files", default="training/*", help="the TFRecord files, relative to that folder")
     add("--augment", type=int, default=1, help="how finely it is computed; 0: none")
-    add("--cores", type=int, default=0, help="use so many, the last ones; 0: all")
+    add("--spare-cores", type=int, help="use only so many, and only while nobody else needs them")
     args = parser.parse_args()
 
     # The pipeline comes from the training hosts with the names of its files, which are good on
     # every host because they are relative.
     os.chdir(args.channels)
-    cores = sorted(os.sched_getaffinity(0))[-args.cores :]
-    os.sched_setaffinity(0, cores)
+    if args.spare_cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.spare_cores :])
+        os.nice(19)
+    cores = len(os.sched_getaffinity(0))
     servers = []
     if args.work_dir:
         port = int(args.dispatcher.rpartition(":")[2])
@@ -44,7 +46,7 @@ def main() -> None:
         servers.append(service.DispatchServer(config))
         print(f"dispatcher at {args.dispatcher}", flush=True)
     cost = milliseconds_per_sample(find_files(args.files), args.augment)
-    print(f"data_ms_per_sample={cost:.3f} workers={len(cores)}", flush=True)
+    print(f"data_ms_per_sample={cost:.3f} workers={cores}", flush=True)
     config = service.WorkerConfig(args.dispatcher, worker_address=f"{args.address}:%port%")
     servers.append(service.WorkerServer(config))
     print(f"worker at {args.address}", flush=True)

@@ -8,6 +8,7 @@ Run it as it is, or on several GPUs with `horovodrun -np N python train_dnn.py .
 """
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -29,6 +30,11 @@ from model import CLASSES, build_model
 from pipeline import CHANNELS, SIDE
 
 
+def absolute(path: str) -> Path:
+    """The path, for after a change of the working directory."""
+    return Path(path).resolve()
+
+
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; what doesn't fit together ends the program with a sentence."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -46,8 +52,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--warmup-steps", type=int, default=20, help="until the learning rate has its full size")
     add("--seed", type=int, default=0)
     add("--log-every", type=int, default=10, metavar="STEPS")
-    add("--model-dir", type=Path, default=Path("model"), help="where the SavedModel 1/ goes")
-    add("--checkpoint-dir", type=Path, help="where checkpoints are written, and looked for")
+    add("--model-dir", type=absolute, default="model", help="where the SavedModel 1/ goes")
+    add("--checkpoint-dir", type=absolute, help="where checkpoints are written, and looked for")
     add("--checkpoint-every", type=int, default=100, metavar="STEPS")
     args = parser.parse_args()
     for name in ("batch_size", "max_steps", "log_every", "checkpoint_every"):
@@ -68,20 +74,21 @@ def main() -> str:
     hvd.init()
     rank, ranks = hvd.rank(), hvd.size()
     gpus = tf.config.list_physical_devices("GPU")
+    cores = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
     if gpus:
         tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
         tf.config.experimental.set_memory_growth(gpus[hvd.local_rank()], True)
     else:
-        cores = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
         tf.config.threading.set_intra_op_parallelism_threads(cores)
 
     tf.keras.utils.set_random_seed(args.seed)  # the same initial weights in every run
     try:
         model = build_model(args.model)
-        batches = build_batches(args, rank, ranks)
+        batches = build_batches(args, rank, ranks, cores)
     except (OSError, ValueError) as error:  # a missing file
         sys.exit(f"train_dnn.py: error: {error}")
-    optimizer = tf.keras.optimizers.Adam()
+    # Compiling the updates, Keras's default on GPUs, takes longer than it saves for many variables.
+    optimizer = tf.keras.optimizers.Adam(jit_compile=False)
     optimizer.build(model.trainable_variables)
 
     # From here on SIGTERM ends the current step, saves a checkpoint, and only then ends the run.
@@ -115,6 +122,8 @@ def main() -> str:
 
     def log() -> None:
         loss = float(hvd.allreduce(interval.loss / interval.steps, name="loss"))
+        if not math.isfinite(loss):  # the same on all ranks
+            sys.exit(f"train_dnn.py: error: loss={loss} at step {done}: see labels, learning rate")
         if rank == 0:
             print(f"step={done} {interval.summary(loss, ranks)}")
 
@@ -149,6 +158,7 @@ def main() -> str:
         ):
             checkpoints.save(done)
 
+    hvd.allreduce(tf.zeros(()), name="saved")  # when one rank ends, mpirun kills the others
     if stopping and done < args.max_steps:
         return f"training stopped by SIGTERM after step {done}"
     if rank == 0:
@@ -160,8 +170,11 @@ def main() -> str:
     return ""
 
 
-def build_batches(args: argparse.Namespace, rank: int, ranks: int) -> Iterable:
-    """Return this rank's batches without end: images (N, 32, 32, 3) and labels (N,)."""
+def build_batches(args: argparse.Namespace, rank: int, ranks: int, cores: int) -> Iterable:
+    """Return this rank's batches without end: images (N, 32, 32, 3) and labels (N,).
+
+    cores: of this host, for each rank.
+    """
     if args.data_mode == "synthetic":
         images = tf.random.uniform((args.batch_size, SIDE, SIDE, CHANNELS))
         return repeat((images, tf.range(args.batch_size) % CLASSES))
@@ -178,6 +191,7 @@ def build_batches(args: argparse.Namespace, rank: int, ranks: int) -> Iterable:
         rank=rank,
         ranks=ranks,
         dispatcher=args.dispatcher if args.data_mode == "service" else "",
+        threads=cores,
     )
 
 
@@ -207,7 +221,8 @@ class Interval:
 
 
 if __name__ == "__main__":
-    with pulse.watched(f"rank {os.environ.get('HOROVOD_RANK', 0)}"):  # the launcher sees it end
+    number = os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+    with pulse.watched(f"rank {number}"):  # the launcher sees it die or hang
         reason = main()
         hvd.shutdown()
     print(reason, file=sys.stderr, end="\n" if reason else "", flush=True)
