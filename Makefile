@@ -15,11 +15,21 @@ demo: $(environment) ## run the notebooks on this machine, without an AWS accoun
 test: $(environment) ## run the tests
 	@$(python) -m pytest
 
-bench: $(environment) ## measure what data hosts bring, on this machine, three times
-	@$(python) benchmarks/speedup.py 3
+bench: $(environment) build/bench/packages/.ready ## measure on this machine, beside others' ways
+	@missed=0; \
+	$(python) benchmarks/feed.py || missed=1; \
+	PYTHONPATH=build/bench/packages $(python) benchmarks/pipeline.py || missed=1; \
+	$(python) benchmarks/cluster.py 1 || missed=1; \
+	exit $$missed
 
-soak: $(environment) ## let random things happen to 50 training jobs, for about half an hour
+# Not into .venv: nothing else needs them. What they need themselves is there already.
+build/bench/packages/.ready: benchmarks/requirements.txt
+	@$(python) -m pip install -q --no-deps --upgrade --target build/bench/packages -r $<
+	@touch $@
+
+soak: $(environment) ## let random things happen to 50 training jobs and to the loader: half an hour and more
 	@$(python) tests/soak.py 0 50
+	@SOAK=1 $(python) -m pytest tests/test_feed_faults.py
 
 lab: $(environment) ## open JupyterLab on the environment
 	@$(python) -m jupyterlab

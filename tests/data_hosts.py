@@ -4,13 +4,16 @@ Run as a program, this file is a data host: `python data_hosts.py WORKERS NAME=H
 each of the DATASETS named.
 """
 
+import os
 import random
+import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import time
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +23,13 @@ from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pt.grpc.sagemaker" / "code"))
 
+from batches import BatchKey  # noqa: E402
 from feed_client import FeedLoader  # noqa: E402
 from feed_server import FeedServer, serve  # noqa: E402
 
 TOKEN = "a token"
 SAMPLES, BATCH_SIZE = 103, 7  # nothing divides 103; 3 ranks have 35 samples each, or drop to 34
+PORTS = iter(random.sample(range(30_000, 32_768), 2768))  # those that Linux gives begin there
 Point = namedtuple("Point", "x y")
 
 
@@ -56,12 +61,44 @@ class Steady(Random):
         return [(torch.rand(75_000), index) for index in indices]
 
 
+class Signed(Plain):
+    """The number of the data host that has prepared the sample; host 0 is five times slower."""
+
+    def __getitem__(self, index: int) -> int:
+        host = int(os.environ["NUMBER"])
+        time.sleep(0.1 if host else 0.5)
+        return host
+
+
+class Growing(Plain):
+    """Samples that have another shape from index 49 on."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3 + (index >= 49),), index)
+
+
+class Deadly(Plain):
+    """Sample 42 kills the process that prepares it, as one that takes too much memory does."""
+
+    def __getitem__(self, index: int) -> dict:
+        if index == 42:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class Huge(Plain):
+    """Samples of 1.1 GiB."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.arange(index, index + int(1.1 * 2**27))
+
+
 class Raising(Plain):
     """Sample 42 is broken."""
 
     def __getitem__(self, index: int) -> dict:
         if index == 42:
-            raise LookupError("sample 42 is broken")
+            raise LookupError("sample 42 is broken: caf\udce9.jpg")  # not Unicode
         return super().__getitem__(index)
 
 
@@ -93,10 +130,13 @@ STRUCTURES = [
     [np.arange(5), np.float32([[1, 2]]).T, np.array("text"), np.array(3.5), np.zeros((0, 2), bool)],
     [np.array(["2020-01-01"], "M8[D]"), np.array([1, 2], ">i4"), np.array([b"ab", b"c"])],
     [f"a name, {i}" * 50 for i in range(9000)],  # more than one frame of structure
+    [BatchKey(1, 2, 3, 4, [5]), {"a": BatchKey(torch.arange(3), (), None, 0, [])}],
     (torch.arange(3_000_000), np.arange(5), torch.arange(700_000)),  # 30 frames
+    [torch.tensor([i]) for i in range(1500)],  # more than a process may open files
+    torch.zeros(1 << 20, dtype=torch.uint8)[: (1 << 20) - 1],
 ]
 REFUSED = {
-    "batch[0]['point'] is a __mp_main__.Point": [{"point": Point(1, 2)}],
+    "batch[0]['point'] is a collections.OrderedDict": [{"point": OrderedDict(x=1)}],
     "batch[1] is an int of more than 64 bits": [0, 2**63],
     "batch['a'] is an array of object": {"a": np.array([None])},
     "key frozenset() of batch is a builtins.frozenset": {frozenset(): 1},
@@ -106,13 +146,13 @@ REFUSED = {
 
 
 class Structures(Dataset):
-    """Batch i, of one sample, is STRUCTURES[i], then come the REFUSED ones."""
+    """Batch i, of one sample, is STRUCTURES[i], then come the REFUSED ones, and last a Point."""
 
     def __len__(self) -> int:
-        return len(STRUCTURES) + len(REFUSED)
+        return len(STRUCTURES) + len(REFUSED) + 1
 
     def __getitem__(self, index: int) -> object:
-        return [*STRUCTURES, *REFUSED.values()][index]
+        return [*STRUCTURES, *REFUSED.values(), Point(torch.arange(3), None)][index]
 
 
 def only_sample(samples: list) -> object:
@@ -125,6 +165,11 @@ DATASETS = {
     "steady": Steady(),
     "raising": Raising(),
     "slow": Slow(),
+    "signed": Signed(),
+    "growing": Growing(),
+    "deadly": Deadly(),
+    "huge": Huge(2),
+    "many": Plain(100_000),
     "short": Plain(SAMPLES - 1),
     "structures": Structures(),
 }
@@ -144,17 +189,34 @@ class DataHost:
     When it has ended, `start` starts it again on the same addresses.
     """
 
-    def __init__(self, *names: str, num_workers: int = 1):
+    def __init__(self, *names: str, num_workers: int = 1, number: int = 0):
+        self.number = number
         self.addresses = {name: f"127.0.0.1:{free_port()}" for name in names}
         services = [f"{name}={address}" for name, address in self.addresses.items()]
         self.command = [sys.executable, __file__, str(num_workers), *services]
         self.start()
 
     def start(self) -> None:
-        self.process = psutil.Popen(self.command, stdout=subprocess.DEVNULL)
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with this object)
+        environment = {**os.environ, "NUMBER": str(self.number)}
+        self.process = psutil.Popen(
+            self.command, stdout=self.output, env=environment, start_new_session=True
+        )
+
+    def wait_until_serving(self) -> None:
+        while "serving" not in (said := self.said()):
+            assert not has_ended(self.process), said
+            time.sleep(0.05)
+
+    def said(self) -> str:
+        return os.pread(self.output.fileno(), 1 << 20, 0).decode()  # it writes to the same file
 
     def processes(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
+
+    def workers(self) -> list[psutil.Process]:
+        """Its worker processes: the children of the fork server."""
+        return [worker for child in self.process.children() for worker in child.children()]
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -172,9 +234,12 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Return a port that has not been returned before, and that no connection is given by Linux."""
+    for port in PORTS:
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 def feed(name: str, hosts: list[DataHost], **options) -> FeedLoader:

@@ -1,14 +1,18 @@
 """The loader of the PyTorch example: batches from data hosts, against those of a DataLoader."""
 
 import json
+import multiprocessing
 import random
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
+import grpc
 import numpy as np
 import psutil
 import pytest
@@ -24,14 +28,19 @@ from data_hosts import (
     DataHost,
     Plain,
     Random,
+    Slow,
     assert_same,
     feed,
+    free_port,
     has_ended,
     wait_until,
 )
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pt.grpc.sagemaker" / "code"))
 
+import feed_client  # noqa: E402
+import feed_server  # noqa: E402
+import wire  # noqa: E402
 from batches import BatchPlan, LocalLoader  # noqa: E402
 from feed_client import DatasetError, FeedLoader  # noqa: E402
 from feed_server import FeedServer  # noqa: E402
@@ -39,9 +48,11 @@ from feed_server import FeedServer  # noqa: E402
 
 @pytest.fixture(scope="module")
 def data_hosts() -> list[DataHost]:
-    """Three data hosts with different numbers of workers."""
+    """Three data hosts with different numbers of worker processes."""
     names = ["plain", "random", "raising", "short", "slow", "structures"]
-    hosts = [DataHost(*names, num_workers=workers) for workers in (2, 1, 3)]
+    hosts = [DataHost(*names, num_workers=workers) for workers in (2, 0, 3)]
+    for host in hosts:
+        host.wait_until_serving()
     yield hosts
     processes = [process for host in hosts for process in host.processes()]
     for host in hosts:
@@ -196,10 +207,11 @@ def test_dataset_exception_arrives_once_in_its_place(data_hosts):
     with pytest.raises(DatasetError) as caught:
         next(batches)
     text = str(caught.value)
-    assert (
-        f"data host {data_hosts[0].addresses['raising']}, batch 6: LookupError: sample 42" in text
-    )
-    assert 'raise LookupError("sample 42 is broken")' in text  # the traceback's source line
+    assert "broken: caf\\udce9.jpg" in text
+    addresses = [host.addresses["raising"] for host in data_hosts]
+    sentences = [f"data host {one}, batch 6: LookupError: sample 42" for one in addresses]
+    assert sum(sentence in text for sentence in sentences) == 1
+    assert 'raise LookupError("sample 42 is broken' in text  # the traceback's source line
     assert next(batches, "no more") == "no more"
     assert len(list(feed("plain", data_hosts, batch_size=BATCH_SIZE))) == 15  # they serve on
 
@@ -210,6 +222,15 @@ def test_structures_arrive_as_they_left(data_hosts):
         assert_same(next(batches), expected)
 
 
+def test_namedtuple_of_a_module_that_is_not_here_arrives_as_its_like(data_hosts):
+    """It is of the data host's main program: nothing is imported for it."""
+    loader = feed("structures", data_hosts, batch_size=1)
+    loader.load_state_dict({**loader.state_dict(), "samples_done": len(loader) - 1})
+    [point] = loader
+    assert type(point).__name__ == "Point" and point._fields == ("x", "y")
+    assert point.x.tolist() == [0, 1, 2] and point.y is None
+
+
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_refused_structure_is_named(data_hosts, sentence):
     loader = feed("structures", data_hosts[:1], batch_size=1)
@@ -218,6 +239,65 @@ def test_refused_structure_is_named(data_hosts, sentence):
     with pytest.raises(DatasetError, match="TypeError") as caught:
         next(iter(loader))
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, 120, 130, 2**20 - 5, 2**20 - 4, 2**20, 3 * 2**20 - 5, 2**22]
+)
+def test_frames_are_those_of_protobuf(size):
+    data = torch.arange(size).to(torch.uint8)
+    frames = list(wire.to_frames(7, b"abcde", [data[:100], data[100:]]))
+    parsed = [wire.messages.Frame.FromString(frame) for frame in frames]
+    assert [one.SerializeToString(deterministic=True) for one in parsed] == frames
+    assert b"".join(one.data for one in parsed) == b"abcde" + data.numpy().tobytes()
+    assert all(len(one.data) <= 2**20 for one in parsed) and len(frames) <= 1 + (size + 5) // 2**20
+    assert [(one.number, one.structure_size) for one in parsed] == [(7, 5)] + [(0, 0)] * len(
+        frames[1:]
+    )
+
+
+NONE = wire.messages.Value(none=True).SerializeToString()
+Frame = wire.messages.Frame
+BROKEN = {  # what a data host sends
+    "it sent batch 99, which it was not asked for": [Frame(number=99, structure_size=1)],
+    "its stream ended inside a batch": [Frame(structure_size=10, data=b"abc")],
+    "it sent something else inside a batch": [Frame(structure_size=10), Frame(number=1)],
+    "it sent more than the batch holds": [Frame(structure_size=len(NONE), data=NONE + b"abc")],
+}
+
+
+@pytest.mark.parametrize("sentence", BROKEN)
+def test_a_data_host_that_sends_nonsense_is_named(sentence):
+    def send(requests: Iterator, context: grpc.ServicerContext) -> Iterator:
+        context.send_initial_metadata((("workers", "1"),))
+        next(requests)
+        yield from BROKEN[sentence]
+
+    describe = grpc.unary_unary_rpc_method_handler(
+        lambda request, context: wire.messages.DatasetDescription(length=5),
+        wire.messages.DescribeRequest.FromString,
+        wire.messages.DatasetDescription.SerializeToString,
+    )
+    batches = grpc.stream_stream_rpc_method_handler(
+        send, wire.messages.BatchRequest.FromString, Frame.SerializeToString
+    )
+    server = grpc.server(ThreadPoolExecutor(4))
+    methods = {"Describe": describe, "Batches": batches}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(wire.SERVICE, methods)])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    with pytest.raises(ConnectionError, match=f"data host {address} failed: {sentence}"):
+        list(FeedLoader([address], TOKEN, 1, retry_timeout=0.5))
+    server.stop(None).wait()
+
+
+def test_no_more_is_read_ahead_than_allowed(data_hosts, monkeypatch):
+    received = []
+    monkeypatch.setattr(feed_client, "receive", lambda *a: received.append(a) or wire.receive(*a))
+    batches = iter(feed("plain", data_hosts[:1], batch_size=1, read_ahead=2))
+    next(batches)
+    time.sleep(2)
+    assert len(received) == 1 + 2
 
 
 def test_data_hosts_must_agree(data_hosts):
@@ -286,22 +366,22 @@ def test_senseless_plan_is_refused(values):
         BatchPlan(**{"dataset_length": 8, "batch_size": 2, **values})
 
 
-@pytest.mark.parametrize("name", ["plain", "slow"])  # between batches; waiting for one
-def test_leaving_an_epoch_frees_threads_and_workers(data_hosts, name):
-    hosts = data_hosts[1:2]
-    loader = feed(name, hosts, batch_size=BATCH_SIZE)
-    if name == "plain":
-        assert len(list(loader)) == len(loader)  # its workers now wait for the next epoch
-    batches = iter(loader)
-    next(batches)
-    assert threading.active_count() > 1
-    before = len(hosts[0].processes())
+@pytest.mark.parametrize("dataset, epochs", [(Plain(), 6), (Slow(), 1)])
+def test_leaving_an_epoch_frees_its_threads_and_streams(monkeypatch, dataset, epochs):
+    monkeypatch.setattr(feed_server, "MAX_STREAMS", 2)
+    address = f"127.0.0.1:{free_port()}"
+    server = FeedServer(dataset, address, TOKEN, num_workers=1)
+    for _ in range(epochs):
+        batches = iter(FeedLoader([address], TOKEN, BATCH_SIZE))
+        next(batches)  # of Slow, a worker now prepares the next one for a minute
+        start = time.monotonic()
+        del batches
+        assert time.monotonic() - start < 2
     start = time.monotonic()
-    del batches
+    server.stop()
     assert time.monotonic() - start < 2
     wait_until(lambda: threading.active_count() == 1)
-    # DataLoader gives a worker 5 s to finish its batch.
-    wait_until(lambda: len(hosts[0].processes()) < before, seconds=20)
+    wait_until(lambda: not multiprocessing.active_children())
 
 
 def test_program_that_leaves_in_the_middle_of_an_epoch_ends(data_hosts):

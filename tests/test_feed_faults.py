@@ -1,14 +1,23 @@
-"""The loader of the PyTorch example when data hosts are killed, hang, come back, or never do."""
+"""The loader of the PyTorch example when data hosts are killed, hang, come back, or never do.
 
+`make soak` runs this file with SOAK=1: more seeds, more batches, larger ones.
+"""
+
+import contextlib
+import os
+import random
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
+import torch
 
 from data_hosts import (
     BATCH_SIZE,
@@ -26,11 +35,13 @@ from data_hosts import (
 sys.path.insert(0, str(Path(__file__).parents[1] / "pt.grpc.sagemaker" / "code"))
 
 import feed_client  # noqa: E402
+import wire  # noqa: E402
 from batches import LocalLoader  # noqa: E402
-from feed_client import FeedLoader  # noqa: E402
+from feed_client import DatasetError, FeedLoader  # noqa: E402
 from feed_server import FeedServer  # noqa: E402
 
 PLAN = {"batch_size": BATCH_SIZE, "shuffle": True, "seed": 5}
+SOAK = "SOAK" in os.environ
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +55,8 @@ def start() -> Iterator[Callable[[str], DataHost]]:
     """Start data hosts that this test may harm; nothing is left of them, nor of their clients."""
     hosts = []
 
-    def start(name: str = "steady") -> DataHost:
-        hosts.append(DataHost(name))
+    def start(name: str = "steady", **options) -> DataHost:
+        hosts.append(DataHost(name, **options))
         return hosts[-1]
 
     yield start
@@ -70,6 +81,175 @@ def lines(capsys: pytest.CaptureFixture) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize("seed", range(50 if SOAK else 5))
+def test_hosts_are_killed_at_random_moments_and_come_back(start, expected, seed):
+    chance = random.Random(seed)
+    hosts = [start() for _ in range(2 + seed % 2)]
+    batches = iter(feed("steady", hosts, read_ahead=chance.choice([1, 4]), **PLAN))
+    received = [next(batches)]
+
+    def kill_some() -> None:
+        for _ in range(10 if SOAK else 4):
+            time.sleep(chance.uniform(0, 0.5))
+            host = chance.choice(hosts)
+            kill(host)
+            time.sleep(chance.uniform(0, 0.5))
+            host.start()
+
+    killer = threading.Thread(target=kill_some)
+    killer.start()
+    try:
+        assert_same(received + list(batches), expected)
+    finally:
+        killer.join()
+
+
+@pytest.mark.parametrize("seed", range(50 if SOAK else 5))
+def test_connections_are_cut_within_frames(start, expected, seed):
+    """Through a relay that cuts each connection after a random number of bytes."""
+    chance = random.Random(seed)
+    host = start()
+    address = host.addresses["steady"].split(":")
+    relay = socket.create_server(("127.0.0.1", 0))
+    cuts = []
+
+    def pass_on(source: socket.socket, target: socket.socket, left: int) -> None:
+        with contextlib.suppress(OSError):
+            while left > 0 and (data := source.recv(min(65536, left))):
+                target.sendall(data)
+                left -= len(data)
+            cuts.append(left)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                client, _ = relay.accept()
+                server = socket.create_connection(address)
+                # Further each time, so that the epoch comes to an end.
+                most = chance.randrange(6_000_000) * (10 + len(cuts)) // 10
+                threading.Thread(target=pass_on, args=(client, server, 10**12)).start()
+                threading.Thread(target=pass_on, args=(server, client, most)).start()
+
+    wait_until(lambda: answers(host.addresses["steady"]), seconds=30)
+    acceptor = threading.Thread(target=accept)
+    acceptor.start()
+    try:
+        relayed = "{}:{}".format(*relay.getsockname())
+        loader = FeedLoader([relayed, host.addresses["steady"]], TOKEN, **PLAN)
+        loader._hosts = [relayed]  # the other one has only told the length
+        assert_same(list(loader), expected)
+        assert cuts.count(0) > 2
+    finally:
+        relay.shutdown(socket.SHUT_RDWR)
+        relay.close()
+        acceptor.join()
+
+
+def test_a_host_that_comes_up_late_is_waited_for(start, expected, capsys):
+    hosts = [start(), start()]
+    kill(hosts[1])
+    timer = threading.Timer(30 if SOAK else 3, hosts[1].start)
+    timer.start()
+    assert_same(list(feed("steady", hosts, **PLAN)), expected)
+    assert not timer.is_alive() and not lines(capsys)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_slow_host_prepares_as_much_less_as_it_is_slower(start, workers):
+    hosts = [start("signed", number=number, num_workers=workers) for number in range(2)]
+    loader = feed("signed", hosts, batch_size=1)
+    shares = [0, 0]
+    for batch in loader:
+        shares[batch.item()] += 1
+    assert sum(shares) == len(loader) == 103
+    # At their speeds, 1 to 5, they would have 17 and 86; in turns they would have 51 and 52.
+    assert 8 <= shares[0] <= 34, shares
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sigterm_to_all_of_a_busy_host_s_processes_ends_them_soon(start, workers):
+    host = start("slow", num_workers=workers)
+    batches = iter(feed("slow", [host], batch_size=BATCH_SIZE))
+    next(batches)
+    processes = host.processes()
+    os.killpg(host.process.pid, signal.SIGTERM)  # as the launcher does
+    assert host.process.wait(timeout=4) == 0
+    wait_until(lambda: all(map(has_ended, processes)))
+    assert "has died" not in host.said()
+
+
+def test_a_killed_worker_process_is_replaced(start, expected):
+    host = start(num_workers=2)
+    batches = iter(feed("steady", [host], **PLAN))
+    received = []
+    for _ in range(3):
+        received += [next(batches), next(batches)]
+        wait_until(lambda: len(host.workers()) == 2)
+        host.workers()[0].kill()
+        wait_until(lambda: len(host.workers()) == 1)
+    assert_same(received + list(batches), expected)
+
+
+def test_a_sample_that_kills_its_process_is_an_error_and_no_endless_loop(start):
+    batches = iter(feed("deadly", [start("deadly")], batch_size=BATCH_SIZE))
+    for _ in range(42 // BATCH_SIZE):
+        next(batches)
+    with pytest.raises(DatasetError, match="batch 6: two worker processes have died over it"):
+        next(batches)
+
+
+def test_samples_that_change_their_shape(start):
+    host = start("growing")
+    loader = feed("growing", [host], batch_size=7)
+    assert [batch.shape[1] for batch in loader] == [3] * 7 + [4] * 8  # no batch has both
+    batches = iter(feed("growing", [host], batch_size=10))
+    assert [next(batches).shape for _ in range(4)] == [(10, 3)] * 4
+    with pytest.raises(
+        DatasetError, match="batch 4: RuntimeError: stack expects each tensor to be"
+    ):
+        next(batches)
+
+
+def test_an_oversized_request_is_refused_and_does_no_harm(start, expected):
+    host = start()
+    loader = feed("steady", [host], **PLAN)
+    with grpc.insecure_channel(host.addresses["steady"]) as channel:
+        call = channel.stream_stream(
+            f"/{wire.SERVICE}/Batches", wire.messages.BatchRequest.SerializeToString
+        )
+        request = wire.messages.BatchRequest(dataset_length=103, indices=range(2_000_000))
+        with pytest.raises(grpc.RpcError) as refused:
+            list(call(iter([request]), metadata=[("authorization", f"Bearer {TOKEN}")]))
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert_same(list(loader), expected)
+
+
+def test_memory_stays_flat(start):
+    host = start("many", num_workers=2)
+    count, early = (10_000, 1000) if SOAK else (1000, 200)
+    loader = feed("many", [host], batch_size=10, shuffle=True)
+    assert len(loader) == 10_000
+    sizes = []
+    for number, _ in enumerate(loader, start=1):
+        if number in (early, count):
+            everyone = [psutil.Process(), *host.processes()]
+            sizes.append([process.memory_info().rss / 2**20 for process in everyone])
+        if number == count:
+            break
+    growth = [after - before for before, after in zip(*sizes, strict=True)]  # MiB, by process
+    assert max(growth) < 20, growth
+
+
+@pytest.mark.skipif(not SOAK, reason="takes 10 GB of memory: make soak")
+def test_batches_of_more_than_a_gibibyte(start):
+    for number, batch in enumerate(feed("huge", [start("huge")], batch_size=1)):
+        assert batch.nbytes > 2**30
+        assert torch.equal(batch[0], torch.arange(number, number + batch.shape[1]))
+
+
 def test_another_host_takes_over_for_one_that_is_killed(start, expected, capsys):
     hosts = [start(), start()]
     first, second = [host.addresses["steady"] for host in hosts]
@@ -80,7 +260,7 @@ def test_another_host_takes_over_for_one_that_is_killed(start, expected, capsys)
     assert_same(received + list(batches), expected)
     [line] = lines(capsys)
     assert line.startswith(f"data host {second} failed (UNAVAILABLE: ")
-    assert line.endswith(f"): asking {first} for its batches")
+    assert line.endswith("): its batches are asked of whoever answers")
 
     assert_same(list(loader), expected)  # starts without it
     hosts[1].start()
@@ -143,7 +323,8 @@ def test_another_host_takes_over_for_one_that_hangs(start, expected, stopped_aft
 
 def test_host_that_hangs_is_noticed_after_a_long_wait_too(start, capsys, monkeypatch):
     options = dict(feed_client.CHANNEL_OPTIONS)
-    options |= {"grpc.keepalive_time_ms": 6_000, "grpc.keepalive_timeout_ms": 2_000}  # to save time
+    options |= {"grpc.keepalive_time_ms": 6_000}  # to save time
+    options |= {"grpc.keepalive_timeout_ms": 2_000, "grpc.http2.ping_timeout_ms": 2_000}
     monkeypatch.setattr(feed_client, "CHANNEL_OPTIONS", list(options.items()))
     host = start("slow")
     batches = iter(feed("slow", [host], batch_size=BATCH_SIZE))
@@ -151,6 +332,17 @@ def test_host_that_hangs_is_noticed_after_a_long_wait_too(start, capsys, monkeyp
     time.sleep(20)  # gRPC by itself would send two pings in this time, and then rarely any
     host.process.suspend()
     wait_until(lambda: lines(capsys), seconds=12)
+
+
+def test_training_may_take_no_batch_for_long(start, expected, capsys, monkeypatch):
+    """Its signs of life are not too many for a host that may send nothing meanwhile."""
+    options = {**dict(feed_client.CHANNEL_OPTIONS), "grpc.keepalive_time_ms": 2_000}  # to save time
+    monkeypatch.setattr(feed_client, "CHANNEL_OPTIONS", list(options.items()))
+    batches = iter(feed("steady", [start()], read_ahead=1, **PLAN))
+    received = [next(batches) for _ in range(3)]
+    time.sleep(15)
+    assert_same(received + list(batches), expected)
+    assert not lines(capsys)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -206,13 +398,14 @@ def test_closing_is_prompt_while_hosts_are_away(start, hanging):
     started = time.monotonic()
     del batches
     assert time.monotonic() - started < 0.5
-    assert threading.active_count() == 1
+    wait_until(lambda: threading.active_count() == 1, seconds=1)  # gRPC's own thread takes a moment
 
 
 def test_hosts_that_do_not_come_up_are_named(start, expected, capsys):
     host, away = start(), f"127.0.0.1:{free_port()}"
     addresses = [away, host.addresses["steady"]]
-    loader = FeedLoader(addresses, TOKEN, connect_timeout=8, **PLAN)
+    wait_until(lambda: answers(addresses[1]), seconds=30)
+    loader = FeedLoader(addresses, TOKEN, connect_timeout=2, **PLAN)
     assert lines(capsys) == [
         f"data host {away} did not answer in time (Deadline Exceeded): is it running there? "
         "Its batches will be asked of others."

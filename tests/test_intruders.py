@@ -119,14 +119,16 @@ def test_wrong_token_and_replay_are_refused_with_a_line(job: Running, unharmed, 
 
 
 def test_wrong_token_is_refused_by_data_servers_with_a_line(job: Running, unharmed):
-    from wire import messages, services
+    from wire import SERVICE, messages
 
     feed = next(a for a in listeners(job) if a[1] == first_port(job) + 2)
     with grpc.insecure_channel(f"{feed[0].removeprefix('::ffff:')}:{feed[1]}") as channel:
-        stub = services.DatasetFeedStub(channel)
+        describe = channel.unary_unary(
+            f"/{SERVICE}/Describe", messages.DescribeRequest.SerializeToString
+        )
         for _ in range(20):
             with pytest.raises(grpc.RpcError) as refused:
-                stub.Describe(messages.DescribeRequest(), metadata=[("authorization", "Bearer x")])
+                describe(messages.DescribeRequest(), metadata=[("authorization", "Bearer x")])
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     job.jobs.wait_for_log(job.name, "refused a call")
     assert sum("refused a call" in line for line in job.log()) <= 2  # in 20 calls

@@ -90,6 +90,14 @@ class BatchPlan:
         # Past its end, the order begins again: DistributedSampler's padding.
         return everyones_order[(self.first_sample + positions) % self.dataset_length]
 
+    def keys(self, epoch: int) -> Iterator["BatchKey"]:
+        """Yield the keys of this rank's batches in `epoch`, one after the other."""
+        order = self.order(epoch)
+        for number in range(len(self)):
+            indices = order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
+            before = self.samples_before(number)
+            yield BatchKey(self.seed, epoch, self.rank, before, indices)
+
     def samples_before(self, number: int) -> int:
         """Return how many samples of the epoch, of all ranks, come before batch `number`.
 
@@ -110,28 +118,14 @@ class BatchKey(NamedTuple):
     indices: list[int]
 
 
-class BatchKeys:
-    """A DataLoader's sampler: the keys of some batches of an epoch, set before each iteration."""
+class KeySampler:
+    """A DataLoader's sampler: BatchKeys, set before each iteration."""
 
     def __init__(self) -> None:
-        self._keys: Iterator[BatchKey] = iter(())
-
-    def choose(self, plan: BatchPlan, epoch: int, numbers: range) -> None:
-        """Set what the next iteration goes over."""
-        order, size = plan.order(epoch), plan.batch_size
-        self._keys = (
-            BatchKey(
-                plan.seed,
-                epoch,
-                plan.rank,
-                plan.samples_before(i),
-                order[i * size : (i + 1) * size].tolist(),
-            )
-            for i in numbers
-        )
+        self.keys: Iterator[BatchKey] = iter(())
 
     def __iter__(self) -> Iterator[BatchKey]:
-        return self._keys
+        return self.keys
 
 
 class SeededBatches(Dataset):
@@ -186,29 +180,10 @@ def _seeded(key: BatchKey) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def key_loader(batches: SeededBatches, num_workers: int, **options: Any) -> DataLoader:
-    """Return a DataLoader of `batches`, its sampler a BatchKeys; its workers outlive an epoch."""
-    return DataLoader(
-        batches,
-        sampler=BatchKeys(),
-        batch_size=None,  # our "samples" are batches already
-        collate_fn=_unchanged,  # the default would turn NumPy arrays into tensors
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-        generator=torch.Generator(),  # else each epoch draws from the training's own generator
-        **options,
-    )
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
-def end_with_parent(worker_id: int) -> None:
+def end_with_parent() -> None:
     """Let this worker process end when the one that uses it does, however that ends.
 
-    DataLoader's own check does not help a worker that waits to hand a large batch over, nor one of
-    a fork server, at which it looks instead.
+    DataLoader's own check does not help a worker that waits to hand a large batch over.
     """
 
     def watch() -> None:
@@ -225,7 +200,7 @@ def leave_process_group(worker_id: int) -> None:
     step; but torchrun sends it to the rank's whole process group.
     """
     os.setpgid(0, 0)
-    end_with_parent(worker_id)
+    end_with_parent()
 
 
 class EpochLoader(ABC):
@@ -247,6 +222,8 @@ class EpochLoader(ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a loaded state stays if it is of this epoch."""
+        if epoch < 0:
+            raise ValueError(f"epoch must be 0 or more, but is {epoch}")
         if epoch != self._epoch:
             self._epoch, self._next_plan, self._samples_done = epoch, self.plan, 0
 
@@ -308,10 +285,22 @@ class LocalLoader(EpochLoader):
         super().__init__(
             BatchPlan(len(dataset), batch_size, shuffle, drop_last, seed, rank, world_size)
         )
-        self._loader = key_loader(
-            batches, num_workers, pin_memory=pin_memory, worker_init_fn=leave_process_group
+        self._loader = DataLoader(
+            batches,
+            sampler=KeySampler(),
+            batch_size=None,  # our "samples" are batches already
+            collate_fn=_unchanged,  # the default would turn NumPy arrays into tensors
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=leave_process_group,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # else each epoch draws from the training's own generator
         )
 
     def _batches(self, plan: BatchPlan, epoch: int) -> Iterator[Any]:
-        self._loader.sampler.choose(plan, epoch, range(len(plan)))
+        self._loader.sampler.keys = plan.keys(epoch)
         yield from self._loader
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

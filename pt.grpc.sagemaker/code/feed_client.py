@@ -7,23 +7,24 @@
             ...
 
 The batches, and their order, are those of `batches.LocalLoader`, whatever the number of hosts, and
-whichever of them fail on the way.
+whichever of them fail on the way. Each host is asked for the next batch as soon as it has sent
+one: a slow host prepares fewer than the others, and one that fails leaves its own to them.
 """
 
 import atexit
+import heapq
+import math
 import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import numpy as np
 
-from batches import BatchPlan, EpochLoader
-from wire import decode, fill, messages, services
+from batches import BatchKey, BatchPlan, EpochLoader
+from wire import SERVICE, messages, receive
 
 CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # hosts of one job talk directly
@@ -36,25 +37,27 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),  # no limit: also while a batch takes minutes
 ]
-
-RETRY_PAUSE = 0.5  # seconds, after all hosts have failed in turn
-AVOID_SECONDS = 60  # for so long after its failure a host is asked only when all others fail
+RETRY_PAUSE = 0.5  # seconds, after a host has failed
 
 
 class DatasetError(RuntimeError):
-    """The Dataset or collate_fn raised on a data host; the message holds its text and traceback."""
+    """The Dataset or collate_fn raised on a data host, or killed its process; the message says how.
+
+    It holds what was raised, with its traceback.
+    """
 
 
 class FeedLoader(EpochLoader):
-    """This rank's batches, prepared by `hosts` ("host:port"): batch i by hosts[i % len(hosts)].
+    """This rank's batches, prepared by `hosts` ("host:port").
 
-    When a host fails, the next in the list is asked for its batches for the rest of the epoch. Of
-    each host, up to `read_ahead` batches are held here, in page-locked memory with `pin_memory`.
+    Up to `read_ahead` batches per host are held here before their turn, in page-locked memory with
+    `pin_memory`. Only while the next one is late, because its host is slower, there may be twice as
+    many more as the hosts have been asked for: each for two more than it has worker processes.
 
     Creating waits up to `connect_timeout` seconds for all hosts, and makes do with those that
     answer. Creating or iterating raises PermissionError when a host refuses the token, ValueError
     when hosts serve different datasets, and ConnectionError, which names a host, when none can be
-    reached or they keep failing for `retry_timeout` seconds; iterating raises DatasetError.
+    reached or all keep failing for `retry_timeout` seconds; iterating raises DatasetError.
     """
 
     def __init__(
@@ -76,12 +79,10 @@ class FeedLoader(EpochLoader):
             raise ValueError(f'hosts must be a list such as ["algo-1:7710"], but is {hosts!r}')
         if read_ahead < 1:
             raise ValueError(f"read_ahead must be at least 1, but is {read_ahead}")
-        self._hosts = list(hosts)
-        self._metadata = [("authorization", f"Bearer {token}")]
-        self._failed_at: dict[str, float] = {}  # monotonic seconds, of hosts that fail
-        self._stream = partial(
-            BatchStream, self._failed_at, self._metadata, read_ahead, pin_memory, retry_timeout
-        )
+        self._hosts, self._token = list(dict.fromkeys(hosts)), token
+        self._read_ahead, self._pin_memory = read_ahead, pin_memory
+        self._retry_timeout = retry_timeout
+        self._failing: set[str] = set()  # hosts whose failure has been printed
         length = self._ask_length(connect_timeout)
         super().__init__(BatchPlan(length, batch_size, shuffle, drop_last, seed, rank, world_size))
 
@@ -92,10 +93,14 @@ class FeedLoader(EpochLoader):
         lengths, failures = {}, {}
         try:
             for host, channel in zip(self._hosts, channels, strict=True):
-                services.DatasetFeedStub(channel).Describe.future(
+                channel.unary_unary(
+                    f"/{SERVICE}/Describe",
+                    messages.DescribeRequest.SerializeToString,
+                    messages.DatasetDescription.FromString,
+                ).future(
                     messages.DescribeRequest(),
                     timeout=connect_timeout,
-                    metadata=self._metadata,
+                    metadata=_metadata(self._token),
                     wait_for_ready=True,
                 ).add_done_callback(lambda answer, host=host: answers.put((host, answer)))
             for _ in self._hosts:
@@ -119,167 +124,231 @@ class FeedLoader(EpochLoader):
                     f"{first} has {lengths[first]} samples and {host} has {length}"
                 )
         for host, failure in failures.items():
-            self._failed_at[host] = time.monotonic()
+            self._failing.add(host)
             print(f"{failure} Its batches will be asked of others.", flush=True)
         return lengths[first]
 
     def _batches(self, plan: BatchPlan, epoch: int) -> Iterator[Any]:
-        count = len(self._hosts)
-        streams: list[BatchStream] = []
+        arrivals = Arrivals(
+            plan, epoch, len(self._hosts), self._read_ahead, self._retry_timeout, self._failing
+        )
+        threads = []
+
+        def close() -> None:
+            arrivals.end()
+            for thread in threads:
+                thread.join()
+
+        # A program may end in the middle of an epoch: it must not wait for these threads (so:
+        # daemons), nor end them only when Python runs no threads any more (so: at exit).
+        atexit.register(close)
         try:
-            long_ago = time.monotonic() - AVOID_SECONDS
-            for place in range(count):
-                hosts = self._hosts[place:] + self._hosts[:place]
-                hosts.sort(key=lambda host: self._failed_at.get(host, long_ago) > long_ago)
-                streams.append(self._stream(hosts, plan, epoch, range(place, len(plan), count)))
-            for number in range(len(plan)):
-                yield streams[number % count].take()
+            for host in self._hosts:
+                arguments = arrivals, host, self._token, self._pin_memory
+                thread = threading.Thread(target=fetch, args=arguments, daemon=True)
+                thread.start()
+                threads.append(thread)
+            for _ in range(len(plan)):
+                yield arrivals.take()
         finally:
-            for stream in streams:
-                stream.close()
+            close()
+            atexit.unregister(close)
 
 
 @dataclass(eq=False)
-class BatchStream:
-    """Some batches of one epoch, read ahead of their use by a thread of its own.
+class Call:
+    """A host's stream of batches."""
 
-    They come from the first of `hosts` until it fails, then from the next, and so on in a circle.
+    asked: dict[int, BatchKey] = field(default_factory=dict)  # and not answered yet, by number
+    at_most: int = 0  # that may be asked at a time; 0 until the host has answered the call
+    frames: Any = None  # gRPC's iterator, which can be cancelled
+    ended: bool = False
+
+
+class Arrivals:
+    """An epoch's batches: who has been asked for which, and which have arrived.
+
+    The training's thread takes them; for each host there are a thread that asks and one that
+    receives.
     """
 
-    failed_at: dict[str, float]  # of all streams of a loader
-    metadata: list[tuple[str, str]]
-    read_ahead: int  # batches
-    pin_memory: bool
-    retry_timeout: float  # seconds
-    hosts: list[str]
-    plan: BatchPlan
-    epoch: int
-    numbers: range
-
-    def __post_init__(self) -> None:
-        self._place = 0  # in `hosts`, of the one that is being asked
-        self._channel: grpc.Channel | None = None
-        self._frames: Any = None  # the call: an iterator of frames, which can be cancelled
-        self._room = threading.Semaphore(self.read_ahead)  # batches that may still be read ahead
-        self._arrived: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
-        self._closed = threading.Event()
-        # A program may end in the middle of an epoch: it must not wait for this thread (so: a
-        # daemon), nor close the stream only when Python has no threads any more (so: at exit).
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
+    def __init__(
+        self,
+        plan: BatchPlan,
+        epoch: int,
+        hosts: int,
+        read_ahead: int,
+        retry_timeout: float,
+        failing: set[str],
+    ):
+        self.plan, self.hosts, self.retry_timeout = plan, hosts, retry_timeout
+        self.room = read_ahead * hosts
+        self.failing = failing  # hosts that have not sent a batch since their failure
+        self.all_failing_since: float | None = None
+        self.changed = threading.Condition()
+        self.calls: list[Call] = []
+        self.keys = plan.keys(epoch)
+        self.first_new = 0  # number of the next of `keys`
+        self.given_back: list[tuple[int, BatchKey]] = []  # a heap: of calls that failed
+        self.arrived: dict[int, Any] = {}
+        self.next = 0  # number of the batch to be handed out next
+        self.starving = False  # whether the training waits for it
+        self.error: Exception | None = None
+        self.ended = threading.Event()
 
     def take(self) -> Any:
-        """Return the next batch, waiting for it; raise what ended the stream before it."""
-        batch, error = self._arrived.get()
-        if error:
-            raise error
-        self._room.release()
+        """Return the next batch, waiting for it; raise what it has come to instead."""
+        with self.changed:
+            self.starving = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.next in self.arrived or self.error)
+            self.starving = False
+            if self.next not in self.arrived:
+                raise self.error
+            batch = self.arrived.pop(self.next)
+            self.next += 1
+            self.changed.notify_all()
+        if isinstance(batch, DatasetError):
+            raise batch
         return batch
 
-    def close(self) -> None:
-        """Cancel the stream and free its thread and connection."""
-        atexit.unregister(self.close)
-        self._closed.set()
-        if self._frames:
-            self._frames.cancel()
-        self._room.release()
-        self._thread.join()
+    def end(self) -> None:
+        """Cancel all calls, which ends the threads."""
+        with self.changed:
+            self.ended.set()
+            for call in self.calls:
+                call.ended = True
+                call.frames.cancel()
+            self.changed.notify_all()
 
-    def _read(self) -> None:
-        try:
-            for number in self.numbers:
-                self._room.acquire()
-                batch = self._fetch(number)
-                if self._closed.is_set():
-                    return
-                self._arrived.put((batch, None))
-        except Exception as error:
-            self._arrived.put((None, error))
-        finally:
-            self._disconnect()
+    def begin(self, call: Call) -> None:
+        """Add a call that has just been made."""
+        with self.changed:
+            self.calls.append(call)
+            if self.ended.is_set():
+                call.ended = True
+                call.frames.cancel()
+            self.changed.notify_all()
 
-    def _fetch(self, number: int) -> Any:
-        """Return batch `number`, the next, from the first host that delivers it; None once closed.
+    def let_ask(self, call: Call, at_most: int) -> None:
+        """Let a call, whose host has answered, ask for so many batches at a time."""
+        with self.changed:
+            call.at_most = at_most
+            self.changed.notify_all()
 
-        Raises ConnectionError when none has for `retry_timeout` seconds, and at once what another
-        host could not do better.
-        """
-        failures = 0
+    def ask(self, call: Call) -> Iterator[Any]:
+        """Yield requests for the first batches that are left, whenever the call may ask for one."""
         while True:
-            host = self.hosts[self._place]
-            try:
-                if self._channel:
-                    return self._receive(host, number)
-                self._connect(host, number)
-                batch = self._receive(host, number)
-                self.failed_at.pop(host, None)  # it answers: not just what came before it failed
-                return batch
-            except (grpc.RpcError, ConnectionError) as error:
-                failure = _explain(error, host) if isinstance(error, grpc.RpcError) else error
-            self._disconnect()
-            if self._closed.is_set():
-                return None
-            if not isinstance(failure, ConnectionError):
-                raise failure
-            failures += 1
-            if failures == 1:
-                give_up_at = time.monotonic() + self.retry_timeout
-            if failures > len(self.hosts) and time.monotonic() > give_up_at:
-                sentence = f"no data host has sent batch {number} for {self.retry_timeout:g} s"
-                raise ConnectionError(f"{sentence}: {failure}")
-            self._place = (self._place + 1) % len(self.hosts)
-            if host not in self.failed_at:  # else that has been printed
-                print(f"{failure}: asking {self.hosts[self._place]} for its batches", flush=True)
-            self.failed_at[host] = time.monotonic()
-            if failures % len(self.hosts) == 0:
-                self._closed.wait(RETRY_PAUSE)
+            with self.changed:
+                self.changed.wait_for(lambda: call.ended or self._may_ask(call))
+                if call.ended:
+                    return
+                if self.given_back:
+                    number, key = heapq.heappop(self.given_back)
+                else:
+                    number, key = self.first_new, next(self.keys)
+                    self.first_new += 1
+                call.asked[number] = key
+            length = self.plan.dataset_length
+            yield messages.BatchRequest(number=number, dataset_length=length, **key._asdict())
 
-    def _connect(self, host: str, number: int) -> None:
-        """Ask `host` for the batches from `number` on."""
-        request = messages.BatchRequest(
-            plan=messages.Plan(**asdict(self.plan)),
-            epoch=self.epoch,
-            start=number,
-            stop=self.numbers.stop,
-            step=self.numbers.step,
-        )
-        self._channel = grpc.insecure_channel(host, CHANNEL_OPTIONS)
-        stub = services.DatasetFeedStub(self._channel)
-        self._frames = stub.Batches(request, metadata=self.metadata)
-        if self._closed.is_set():  # `close` may have come too early to see this call
-            self._frames.cancel()
+    def _may_ask(self, call: Call) -> bool:
+        if len(call.asked) >= call.at_most:
+            return False
+        # What is asked for may have to be held here until a slower host has sent what comes first.
+        ahead = self.room + 2 * sum(call.at_most for call in self.calls)
+        return bool(self.given_back) or (self.first_new < min(len(self.plan), self.next + ahead))
 
-    def _disconnect(self) -> None:
-        if self._channel:
-            self._channel.close()
-            self._channel = None
+    def wait_for_room(self, call: Call) -> bool:
+        """Wait until a batch may be received; return whether the call still goes on."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: (
+                    call.ended
+                    or len(self.arrived) < self.room
+                    or (self.starving and self.next not in self.arrived)
+                )
+            )
+            return not call.ended
 
-    def _receive(self, host: str, number: int) -> Any:
-        """Return batch `number`, which must be the next that `host` sends."""
-        first = next(self._frames, messages.Frame())
+    def receive(self, call: Call, host: str, pin_memory: bool) -> None:
+        """Receive one batch, or a DatasetError in its place."""
+        first = messages.Frame.FromString(next(call.frames))
+        if first.number not in call.asked:
+            raise ValueError(f"it sent batch {first.number}, which it was not asked for")
         if first.error:
-            raise DatasetError(f"data host {host}, batch {number}: {first.error}")
-        if first.number != number or not first.structure_size:
-            raise ConnectionError(f"data host {host} did not send batch {number}")
-        more_data = (frame.data for frame in self._frames)
-        structure = np.empty(first.structure_size, np.uint8)
-        try:
-            rest = fill([structure], np.frombuffer(first.data, np.uint8), more_data)
-            batch, memory = decode(messages.Value.FromString(structure.tobytes()), self.pin_memory)
-            rest = fill(memory, rest, more_data)
-        except StopIteration:
-            raise ConnectionError(f"data host {host} ended its stream inside a batch") from None
-        if len(rest):
-            raise ConnectionError(f"data host {host} sent more than batch {number} holds")
-        return batch
+            batch = DatasetError(f"data host {host}, batch {first.number}: {first.error}")
+        else:
+            batch = receive(first, call.frames, pin_memory)
+        with self.changed:
+            del call.asked[first.number]
+            self.arrived[first.number] = batch
+            self.failing.discard(host)
+            self.all_failing_since = None
+            self.changed.notify_all()
+
+    def fail(self, call: Call, host: str, failure: Exception) -> None:
+        """Leave a call's batches to others, or give up."""
+        with self.changed:
+            call.ended = True
+            if call in self.calls:
+                self.calls.remove(call)
+            for item in call.asked.items():
+                heapq.heappush(self.given_back, item)
+            if not isinstance(failure, ConnectionError):
+                self.error = failure
+            elif not self.ended.is_set():
+                if host not in self.failing:
+                    print(f"{failure}: its batches are asked of whoever answers", flush=True)
+                self.failing.add(host)
+                now = time.monotonic()
+                if len(self.failing) == self.hosts and self.all_failing_since is None:
+                    self.all_failing_since = now
+                if now - (self.all_failing_since or now) > self.retry_timeout:
+                    sentence = f"no data host has sent batch {self.next}"
+                    self.error = ConnectionError(
+                        f"{sentence} for {self.retry_timeout:g} s: {failure}"
+                    )
+            self.changed.notify_all()
 
 
-def _explain(error: grpc.RpcError, host: str) -> Exception:
-    """Return a failed call as an exception that names the host and what to do.
+def fetch(arrivals: Arrivals, host: str, token: str, pin_memory: bool) -> None:
+    """Get batches from a host until the epoch ends, with a new call whenever one has failed."""
+    while not arrivals.ended.is_set():
+        call = Call()
+        with grpc.insecure_channel(host, CHANNEL_OPTIONS) as channel:
+            method = channel.stream_stream(
+                f"/{SERVICE}/Batches", messages.BatchRequest.SerializeToString
+            )  # and no deserialiser: `receive` takes the frames as they are
+            try:
+                call.frames = method(arrivals.ask(call), metadata=_metadata(token))
+                arrivals.begin(call)
+                workers = int(dict(call.frames.initial_metadata()).get("workers", 1))
+                # This rank's share of the workers, and two while batches travel.
+                arrivals.let_ask(call, math.ceil(workers / arrivals.plan.world_size) + 2)
+                while arrivals.wait_for_room(call):
+                    arrivals.receive(call, host, pin_memory)
+                return
+            except Exception as error:
+                arrivals.fail(call, host, _explain(error, host))
+        arrivals.ended.wait(RETRY_PAUSE)
+
+
+def _metadata(token: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {token}")]
+
+
+def _explain(error: Exception, host: str) -> Exception:
+    """Return why a call has failed, with the host and what to do.
 
     Only after a ConnectionError is there any point in asking again.
     """
+    if isinstance(error, StopIteration):
+        return ConnectionError(f"data host {host} ended its stream")
+    if isinstance(error, ValueError):
+        return ConnectionError(f"data host {host} failed: {error}")
+    if not isinstance(error, grpc.RpcError):
+        return RuntimeError(f"data host {host}: {type(error).__name__}: {error}")
     code, details = error.code(), error.details()
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return PermissionError(

@@ -3,42 +3,42 @@
     if __name__ == "__main__":
         serve(dataset, "algo-1:7710", token)
 
-Each stream of batches comes from an ordinary `DataLoader` with worker processes. These are started
-by a fork server, never forked from this process: a fork of a running gRPC server can deadlock, and
-would hold its port and connections open after its death. Hence, as with the start method "spawn",
-the Dataset and collate_fn must be picklable and the program's main code guarded as above. Tensors
-in the Dataset are shared with the workers; anything else is copied to each of them.
+Worker processes prepare them, as those of a `DataLoader` do, which all training processes share.
+(A DataLoader itself wants to know early what it will be asked for; here each host is asked for as
+much as it gets done.) The workers are started by a fork server, never forked from this process: a
+fork of a running gRPC server can deadlock, and would hold its port and connections open after its
+death. Hence, as with a DataLoader's start method "spawn", the Dataset and collate_fn must be
+picklable and the program's main code guarded as above. Tensors in the Dataset are shared with the
+workers; anything else is copied to each of them.
 """
 
-import dataclasses
 import hmac
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import pickle
+import queue
 import signal
 import threading
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import grpc
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from batches import BatchKey, BatchPlan, SeededBatches, end_with_parent, key_loader
-from wire import encode, messages, services, to_frames
+from batches import BatchKey, SeededBatches, end_with_parent
+from wire import SERVICE, encode, messages, to_frames
 
 MAX_STREAMS = 256  # at a time; one more is refused at once rather than left waiting
-CHECK_SECONDS = 0.5  # how often a stream that waits for its workers looks whether to go on
 REFUSAL_SECONDS = 10  # at most one line in so long for calls without the token
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # else a second server on this port would take some of the calls
-    ("grpc.max_receive_message_length", 64 << 10),  # requests are small
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # let clients check on us
+    ("grpc.max_receive_message_length", 1 << 20),  # a request has the indices of a batch
+    ("grpc.http2.max_ping_strikes", 0),  # let clients check on us, also while they take no data
     ("grpc.keepalive_time_ms", 60_000),  # notice a client that vanished, within 80 s
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
@@ -54,8 +54,9 @@ def serve(
 ) -> None:
     """Serve `dataset` at `address` ("host:port") until SIGTERM; to be called in the main thread.
 
-    The `num_workers` worker processes (default: one per core that this process may use) are shared
-    out equally among the ranks. Raises as FeedServer does.
+    num_workers: processes; default: one per core that this process may use; 0: batches are
+    prepared in this process, one at a time, which is fastest for samples that only have to be
+    looked up; nothing else here may draw random numbers then. Raises as FeedServer does.
     """
     stop_asked = threading.Event()
     previous = signal.signal(signal.SIGTERM, lambda *_: stop_asked.set())
@@ -71,23 +72,93 @@ def serve(
 
 
 class Answer(NamedTuple):
-    """What a worker makes of a BatchKey: the batch, as `wire.encode` returns it, or an error."""
+    """What has become of a batch: the batch, as `wire.encode` returns it, or an error."""
 
     structure: bytes = b""
     buffers: tuple[torch.Tensor, ...] = ()
     error: str = ""
 
 
-class Answers(SeededBatches):
-    """Encoded batches: the workers do this part too, and the server's process only passes it on."""
+class Task(NamedTuple):
+    """A batch to prepare."""
 
-    def __getitem__(self, key: BatchKey) -> Answer:
-        try:
-            structure, buffers = encode(super().__getitem__(key))
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
-            return Answer(error=text[:100_000])
+    number: int
+    key: BatchKey
+    is_wanted: Callable[[], bool]
+    ready: queue.SimpleQueue  # for the batch's number, with its Answer
+
+
+def answer_for(batches: SeededBatches, key: BatchKey) -> Answer:
+    """Prepare a batch and encode it."""
+    try:
+        structure, buffers = encode(batches[key])
         return Answer(structure.SerializeToString(), tuple(buffers))
+    except (Exception, SystemExit) as error:
+        text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+        # A file name in it may be no Unicode.
+        return Answer(error=text[:100_000].encode(errors="backslashreplace").decode())
+
+
+def work(batches: SeededBatches, connection: Connection) -> None:
+    """Prepare batches in a worker process: the server's own only passes them on."""
+    end_with_parent()
+    while True:
+        try:
+            key = connection.recv()
+        except EOFError:  # the server has ended
+            return
+        answer = answer_for(batches, key)
+        if answer.buffers:  # together: each piece of shared memory costs a file descriptor
+            size = sum(map(len, answer.buffers))
+            shared = torch.empty(size, dtype=torch.uint8).share_memory_()
+            answer = answer._replace(buffers=(torch.cat(answer.buffers, out=shared),))
+        connection.send(answer)
+
+
+class Worker:
+    """A worker process. Raises TypeError if the batches cannot be sent to it."""
+
+    def __init__(self, batches: SeededBatches):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.utils.data", __name__])  # imported once for all
+        self.connection, its = context.Pipe()
+        self.process = context.Process(target=work, args=(batches, its), daemon=True)
+        try:
+            self.process.start()
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise TypeError(f"cannot send the Dataset to worker processes: {error}") from error
+        its.close()
+
+    def answer(self, key: BatchKey) -> Answer:
+        """Have it prepare a batch; raise ChildProcessError if it dies, or cannot hand it over."""
+        try:
+            self.connection.send(key)
+            return self.connection.recv()
+        except Exception as error:
+            self.process.kill()
+            self.process.join()
+            code = f"exit code {self.process.exitcode}"
+            raise ChildProcessError(f"{code}, {type(error).__name__}: {error}") from None
+
+    def kill(self) -> None:
+        """End it, busy or not."""
+        self.process.kill()
+
+
+class NoWorker:
+    """What stands in for the only worker when there shall be none: prepares batches here."""
+
+    lock = threading.Lock()  # all of a process have the same random generators
+
+    def __init__(self, batches: SeededBatches):
+        self.batches = batches
+
+    def answer(self, key: BatchKey) -> Answer:
+        with self.lock:
+            return answer_for(self.batches, key)
+
+    def kill(self) -> None:
+        """Do nothing: there is no process."""
 
 
 class TokenCheck(grpc.ServerInterceptor):
@@ -110,11 +181,11 @@ class TokenCheck(grpc.ServerInterceptor):
         context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
 
-class FeedServer(services.DatasetFeedServicer):
+class FeedServer:
     """A running server, for a program that has other things to do as well; `stop` ends it.
 
-    Raises TypeError for a Dataset that is not map-style, ValueError for an unfit token or number of
-    workers, OSError when `address` cannot be listened at.
+    Raises TypeError for a Dataset that is not map-style or cannot be pickled, ValueError for an
+    unfit token or number of workers, OSError when `address` cannot be listened at.
     """
 
     def __init__(
@@ -129,15 +200,21 @@ class FeedServer(services.DatasetFeedServicer):
             raise ValueError("the token must be a non-empty ASCII string")
         if num_workers is None:
             num_workers = len(os.sched_getaffinity(0))
-        if num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1, but is {num_workers}")
-        self._answers = Answers(dataset, collate_fn)
-        self._num_workers = num_workers
-        # Loaders between two streams, by number of workers: starting a worker takes about 0.2 s of
-        # CPU time even so (1.5 s if it had to import torch), which need not be paid every epoch.
-        self._idle_loaders: dict[int, list[DataLoader]] = defaultdict(list)
-        self._forkserver = multiprocessing.get_context("forkserver")
-        self._forkserver.set_forkserver_preload(["torch.utils.data", __name__])
+        if num_workers < 0:
+            raise ValueError(f"num_workers must be 0 or more, but is {num_workers}")
+        self._batches = SeededBatches(dataset, collate_fn)
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._worker_kind = Worker if num_workers else NoWorker
+        self._workers: list[Worker | NoWorker | None] = [
+            self._worker_kind(self._batches) for _ in range(num_workers or 1)
+        ]
+        self._minders = [
+            threading.Thread(target=self._mind, args=(i,), daemon=True)
+            for i in range(len(self._workers))
+        ]
+        for minder in self._minders:
+            minder.start()
 
         self._threads = ThreadPoolExecutor(MAX_STREAMS)
         self._server = grpc.server(
@@ -146,99 +223,104 @@ class FeedServer(services.DatasetFeedServicer):
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_STREAMS,
         )
-        services.add_DatasetFeedServicer_to_server(self, self._server)
+        describe = grpc.unary_unary_rpc_method_handler(
+            self._describe,
+            messages.DescribeRequest.FromString,
+            messages.DatasetDescription.SerializeToString,
+        )
+        batches = grpc.stream_stream_rpc_method_handler(
+            self._send_batches, messages.BatchRequest.FromString
+        )  # its answers are serialised already
+        methods = {"Describe": describe, "Batches": batches}
+        self._server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(SERVICE, methods)]
+        )
         try:
             if not self._server.add_insecure_port(address):
                 raise RuntimeError  # as newer grpcio does by itself
         except RuntimeError as error:
+            self._stop_workers()
             raise OSError(
                 f"cannot listen at {address!r}: the port is in use, or this is not a host:port "
                 "address of this machine"
             ) from error
-        multiprocessing.forkserver.ensure_running()
         self._server.start()
 
     def stop(self) -> None:
-        """End all streams and worker processes, within about CHECK_SECONDS."""
+        """End all streams and worker processes."""
+        self._stopping.set()  # first: what dies from now on is not replaced
         self._server.stop(grace=None).wait()
-        for child in multiprocessing.active_children():
-            if isinstance(child, self._forkserver.Process):
-                child.kill()  # not asked to end: it may be busy with a long batch
         self._threads.shutdown()
-        self._idle_loaders.clear()
+        self._stop_workers()
 
-    def Describe(self, request: Any, context: grpc.ServicerContext) -> Any:
-        """Answer with the length of the dataset."""
-        return messages.DatasetDescription(length=len(self._answers.dataset))
+    def _stop_workers(self) -> None:
+        for worker in filter(None, self._workers):
+            worker.kill()  # not asked to end: it may be busy with a long batch
+        for _ in self._minders:
+            self._tasks.put(None)
+        for minder in self._minders:
+            minder.join(timeout=1)  # without workers, it may be busy itself
 
-    def Batches(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        """Stream the batches asked for; memory is bounded by what the DataLoader prefetches."""
-        plan, numbers = self._read_request(request, context)
-        if not numbers:
-            return
-        try:
-            loader, answers = self._start_loader(plan, request.epoch, numbers)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            yield messages.Frame(error=f"cannot send the Dataset to worker processes: {error}")
-            return
-        # When this function ends early, nothing holds `loader` any more, which ends its workers.
-        for number in numbers:
-            answer = _wait_for(answers, context)
-            if answer is None:
+    def _mind(self, place: int) -> None:
+        """Give one worker task after task."""
+        while task := self._tasks.get():
+            task.ready.put((task.number, self._answer(place, task)))
+        if self._workers[place]:
+            self._workers[place].kill()
+
+    def _answer(self, place: int, task: Task) -> Answer:
+        """Have the task done by a worker, and by the one that replaces it if it dies."""
+        failures: list[str] = []
+        while len(failures) < 2 and task.is_wanted():
+            try:
+                if not self._workers[place]:
+                    self._workers[place] = self._worker_kind(self._batches)
+                return self._workers[place].answer(task.key)
+            except Exception as error:
+                self._workers[place] = None
+                failures.append(str(error))
+                if self._stopping.wait(0.5):  # no hurry, where something is so wrong
+                    break
+                print(f"feed: a worker process has died ({error})", flush=True)
+        return Answer(  # which is not sent when the batch is no longer wanted
+            error=f"two worker processes have died over it, one after the other ({failures}); "
+            "does it take more memory, or shared memory (/dev/shm), than there is?"
+        )
+
+    def _describe(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return messages.DatasetDescription(length=len(self._batches.dataset))
+
+    def _send_batches(
+        self, requests: Iterator[Any], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        """Answer each request as soon as its batch is ready, until the client goes."""
+        context.send_initial_metadata((("workers", str(len(self._workers))),))
+        ready: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
+        length, mismatch = len(self._batches.dataset), []
+
+        def read_requests() -> None:
+            try:
+                for request in requests:
+                    if request.dataset_length != length:
+                        mismatch.append(request.dataset_length)
+                        break
+                    indices = list(request.indices)
+                    place = request.seed, request.epoch, request.rank, request.samples_before
+                    key = BatchKey(*place, indices)
+                    self._tasks.put(Task(request.number, key, context.is_active, ready))
+            except grpc.RpcError:  # the client has gone
                 return
+            finally:
+                ready.put(None)
+
+        threading.Thread(target=read_requests, daemon=True).start()
+        while item := ready.get():
+            number, answer = item
             if answer.error:
-                yield messages.Frame(number=number, error=answer.error)
-                return
-            if number == numbers[-1]:
-                self._idle_loaders[loader.num_workers].append(loader)
-            structure_size = len(answer.structure)
-            for data in to_frames(answer.structure, answer.buffers):
-                yield messages.Frame(number=number, structure_size=structure_size, data=data)
-                structure_size = 0
-
-    def _read_request(self, request: Any, context: grpc.ServicerContext) -> tuple[BatchPlan, range]:
-        try:
-            names = [field.name for field in dataclasses.fields(BatchPlan)]
-            plan = BatchPlan(**{name: getattr(request.plan, name) for name in names})
-            numbers = range(request.start, request.stop, request.step)
-            if plan.dataset_length != len(self._answers.dataset) or numbers.stop > len(plan):
-                raise ValueError(
-                    f"batches up to {numbers.stop} of {plan} were asked for, but here are "
-                    f"{len(self._answers.dataset)} samples"
-                )
-        except ValueError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return plan, numbers
-
-    def _start_loader(
-        self, plan: BatchPlan, epoch: int, numbers: range
-    ) -> tuple[DataLoader, Iterator[Answer]]:
-        """Set one rank's share of the workers to work, those of an earlier stream if there are."""
-        num_workers = max(1, self._num_workers // plan.world_size)
-        try:
-            loader = self._idle_loaders[num_workers].pop()
-            loader.sampler.choose(plan, epoch, numbers)
-            return loader, iter(loader)
-        except (IndexError, RuntimeError):  # there are none, or one has died
-            loader = key_loader(
-                self._answers,
-                num_workers,
-                timeout=CHECK_SECONDS,
-                multiprocessing_context=self._forkserver,
-                worker_init_fn=end_with_parent,
-            )
-            loader.sampler.choose(plan, epoch, numbers)
-            return loader, iter(loader)
-
-
-def _wait_for(answers: Iterator[Answer], context: grpc.ServicerContext) -> Answer | None:
-    """Return the workers' next answer, or None once the client has gone."""
-    while context.is_active():
-        try:
-            return next(answers)
-        except RuntimeError as error:
-            # DataLoader says "timed out after 0.5 seconds" and can then be asked again; anything
-            # else is the end of a worker, as the Dataset's own exceptions come as answers.
-            if "timed out" not in str(error):
-                context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-    return None
+                yield messages.Frame(number=number, error=answer.error).SerializeToString()
+            else:
+                yield from to_frames(number, answer.structure, answer.buffers)
+            del item, answer  # they hold shared memory
+        if mismatch:
+            reason = f"here are {length} samples, but a dataset of {mismatch[0]} was asked for"
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)

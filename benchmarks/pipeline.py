@@ -1,0 +1,174 @@
+"""How many samples a second reach the training, per core of the hosts that prepare them.
+
+    python benchmarks/pipeline.py
+
+The PyTorch example's Dataset and augmentation, prepared on one core: by our data host, by a torch
+DataLoader, and by Ray Data; the consumer does nothing with the batches. All are measured in turn,
+ten times, and the medians compared. benchmarks/README.md says more.
+"""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch.utils.data import DataLoader
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "pt.grpc.sagemaker" / "code")]
+
+from feed import TOKEN, free_port, wait_for, write_results  # noqa: E402
+
+from dataset import MnistDataset  # noqa: E402
+
+TIMES, SECONDS, WARM_UP = 10, 3.0, 5  # measured each time; batches
+BATCH_SIZE, AUGMENT = 128, 2
+OURS, DATALOADER, RAY = "data host of this loader", "DataLoader", "Ray Data"
+
+
+def make_dataset() -> MnistDataset:
+    """Noise in MNIST's format, augmented as in the notebook."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, shape in {"images-idx3": (6000, 28, 28), "labels-idx1": (6000,)}.items():
+            sizes = b"".join(size.to_bytes(4, "big") for size in shape)
+            values = torch.randint(10, shape, dtype=torch.uint8).numpy().tobytes()
+            data = (0x0800 + len(shape)).to_bytes(4, "big") + sizes + values
+            Path(folder, f"train-{name}-ubyte").write_bytes(data)
+        return MnistDataset(folder, augment=AUGMENT)
+
+
+def loop(loader: DataLoader) -> Iterator:
+    while True:
+        yield from loader
+
+
+def serve_ours(address: str) -> None:
+    from feed_server import serve
+
+    serve(make_dataset(), address, TOKEN)  # a worker process for each core that it is pinned to
+
+
+def receive_ours(address: str) -> Iterator:
+    from feed_client import FeedLoader
+
+    yield from loop(FeedLoader([address], TOKEN, BATCH_SIZE, shuffle=True, drop_last=True))
+
+
+def prepare_with_dataloader() -> Iterator:
+    workers = len(os.sched_getaffinity(0))
+    options = {"shuffle": True, "drop_last": True, "persistent_workers": True}
+    yield from loop(DataLoader(make_dataset(), BATCH_SIZE, num_workers=workers, **options))
+
+
+class Augment:
+    """What Ray Data maps over the samples' numbers."""
+
+    def __init__(self):
+        torch.set_num_threads(1)  # as in a DataLoader's workers
+        self.dataset = make_dataset()
+
+    def __call__(self, numbers: dict) -> dict:
+        images, labels = zip(*(self.dataset[n % 6000] for n in numbers["id"]), strict=True)
+        return {"images": torch.stack(images).numpy(), "labels": torch.tensor(labels).numpy()}
+
+
+def prepare_with_ray() -> Iterator:
+    import ray
+
+    cores = len(os.sched_getaffinity(0))
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Ray's own processes import from there
+    # One more than there are: reading, too, must be let go on beside the actors.
+    ray.init(
+        num_cpus=cores + 1, include_dashboard=False, log_to_driver=False, logging_level="error"
+    )
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    ray.cloudpickle.register_pickle_by_value(sys.modules[Augment.__module__])  # it is a program
+    numbers = ray.data.range(10_000_000, override_num_blocks=10_000)
+    batches = numbers.map_batches(Augment, batch_size=BATCH_SIZE, concurrency=cores)
+    for batch in batches.iter_torch_batches(batch_size=BATCH_SIZE, prefetch_batches=2):
+        yield batch["images"], batch["labels"]
+
+
+def pinned(core: int, serve: Callable, *arguments) -> None:
+    """The data host's process."""
+    os.sched_setaffinity(0, {core})
+    serve(*arguments)
+
+
+def measure(pipe: Connection, core: int, prepare: Callable, *arguments) -> None:
+    """A consumer's process: whenever asked to, measure samples per second."""
+    os.sched_setaffinity(0, {core})
+    batches = prepare(*arguments)
+    while pipe.recv():
+        for _ in range(WARM_UP):
+            next(batches)
+        samples, start = 0, time.perf_counter()
+        while (seconds := time.perf_counter() - start) < SECONDS:
+            samples += len(next(batches)[0])
+        pipe.send(samples / seconds)
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+    os._exit(0)
+
+
+def main() -> None:
+    """Measure; print a table; fail if a target is missed."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        sys.exit("Needs two cores: one that prepares, one for the training process.")
+    address, spawn = f"127.0.0.1:{free_port()}", multiprocessing.get_context("spawn")
+    data_host = spawn.Process(target=pinned, args=(cores[0], serve_ours, address))
+    data_host.start()
+    wait_for(int(address.split(":")[1]))
+    ways = {
+        OURS: (cores[1], receive_ours, address),
+        DATALOADER: (cores[0], prepare_with_dataloader),
+        RAY: (cores[0], prepare_with_ray),
+    }
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    processes = [data_host]
+    try:
+        # Ray Data by itself, since its own processes are never quite idle.
+        for group in ([OURS, DATALOADER], [RAY]):
+            pipes = {}
+            for way in group:
+                pipes[way], its = spawn.Pipe()
+                processes.append(spawn.Process(target=measure, args=(its, *ways[way])))
+                processes[-1].start()
+                its.close()  # so that its end is noticed here
+            for _ in range(TIMES):
+                for way, pipe in pipes.items():
+                    pipe.send(True)
+                    found[way].append(pipe.recv())
+            for pipe in pipes.values():
+                pipe.send(False)
+            for process in processes[1:]:
+                process.join()
+    finally:  # else Python would wait for them
+        for process in processes:
+            process.terminate()
+            process.join()
+
+    medians = {way: median(values) for way, values in found.items()}
+    print(f"\nSamples per second, prepared on one core of this machine, medians of {TIMES}:\n")
+    print("| | samples per second |\n|---|---|")
+    for way, value in medians.items():
+        print(f"| {way} | {value:.0f} |")
+    missed = []
+    for peer, least in {DATALOADER: 0.95, RAY: 1.0}.items():
+        ratio = medians[OURS] / medians[peer]
+        print(f"{OURS} / {peer}: {ratio:.2f} (target: {least} or more)")
+        missed += [peer] if ratio < least else []
+    write_results("pipeline", found)
+    if missed:
+        sys.exit(f"Targets missed: {missed}")
+
+
+if __name__ == "__main__":
+    main()
