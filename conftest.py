@@ -11,6 +11,14 @@ import pytest
 os.environ["SAGEMAKER_TARGET"] = "local"  # the notebooks among them, whatever the shell says
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_litter() -> Iterator[None]:
+    """Processes that tests kill cannot clean up: what they leave goes when the tests have ended."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)  # theirs: this process knows its own by now
+        yield
+
+
 @pytest.fixture(scope="module")
 def local(temporary_folder) -> Iterator:
     """A local SageMaker session for the tests of one module."""

@@ -297,8 +297,11 @@ def finish(begun: Begun) -> float:
     assert answer["TrainingJobStatus"] == ending.status, reason
     if ending.status == "Failed":
         assert re.fullmatch(rf"AlgorithmError: {ending.reason}, exit code: \d+", reason), reason
+    log = begun.job.log()
     if ending.logged:
-        assert any(ending.logged in line for line in begun.job.log()), ending.logged
+        assert any(ending.logged in line for line in log), ending.logged
+    if ending.status == "Completed":
+        assert not any("Traceback" in line for line in log), log[-40:]
     return seconds_to_end(answer, since=begun.event_at)
 
 
@@ -329,6 +332,14 @@ def left_behind(begun: Begun) -> list:
         and not is_of_a_job(connection.pid)
     ]
     return [*begun.job.processes(), *filter(Path.exists, [begun.folder]), *listening]
+
+
+def assert_nothing_left(begun: Begun) -> None:
+    """Wait until nothing is there of a job that has ended, which takes SageMaker a moment."""
+    deadline = time.monotonic() + 5
+    while left := left_behind(begun):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def main() -> None:

@@ -28,7 +28,8 @@ ACTIONS = {
     "terminate": psutil.Process.terminate,
     "hang": psutil.Process.suspend,
 }
-# Of what else hangs, a torchrun or a data worker, nobody takes notice before MaxRuntimeInSeconds.
+# Of what else hangs, a torchrun, a data worker, a rank that still imports torch, nobody takes
+# notice before MaxRuntimeInSeconds.
 MAY_HANG = ("launcher.py", "train_dnn.py", "train_data.py")
 
 
@@ -53,7 +54,7 @@ def begin(jobs: Jobs, seed: int) -> Attempt:
     what, host = chance.choice(["stop", *ACTIONS]), ""
     victims = [(name, process) for process in job.processes() if (name := script(process))]
     if what == "hang":
-        victims = [(name, process) for name, process in victims if name in MAY_HANG]
+        victims = [(name, p) for name, p in victims if name in MAY_HANG and is_watched(name, p)]
     if not victims:
         what = "nothing"
     elif what == "stop":
@@ -64,8 +65,19 @@ def begin(jobs: Jobs, seed: int) -> Attempt:
             host = Path(victim.environ()["SAGEMAKER_BASE_DIR"]).parents[1].name
         ACTIONS[what](victim)
         what += f" {name}"
-    begun = endings.Begun.of(str(seed), job, environment)
-    return Attempt(begun, f"{what} after {seconds:.1f} s", host, launched)
+    what += f" after {seconds:.1f} s"
+    print(f"{seed}: {what} ...", flush=True)
+    return Attempt(endings.Begun.of(str(seed), job, environment), what, host, launched)
+
+
+def is_watched(name: str, process: psutil.Process) -> bool:
+    """Whether a process, if it is a rank, is within `pulse.watched`."""
+    if name != "train_dnn.py":
+        return True
+    try:
+        return any(Path(process.environ()["HETERO_PULSES"]).glob(f"{process.pid} *"))
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def script(process: psutil.Process) -> str:
@@ -91,15 +103,13 @@ def finish(attempt: Attempt) -> str:
     if status == "Failed" and attempt.launched:
         named = attempt.host or r"algo-\d"
         assert re.match(rf"AlgorithmError: .*{named} \(\w+\)", reason), f"{line}. {reason}"
-    deadline = time.monotonic() + 5
-    while left := endings.left_behind(begun):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    endings.assert_nothing_left(begun)
     return f"{line}. {reason}"
 
 
 def main() -> None:
-    """Run the seeds from argv[1] to argv[2]; fail at the first that breaks a promise."""
+    """Run the seeds from argv[1] to argv[2]; fail if one breaks a promise."""
+    broken = []
     seeds = range(int(sys.argv[1]), int(sys.argv[2]))
     with tempfile.TemporaryDirectory() as folder, local_sagemaker.start() as local:
         endings.upload_images()
@@ -107,7 +117,14 @@ def main() -> None:
         for seed in seeds:
             begun.append(begin(jobs, seed))
             while len(begun) == AT_ONCE or (begun and seed == seeds[-1]):
-                print(finish(begun.pop(0)), flush=True)
+                attempt = begun.pop(0)
+                try:
+                    print(finish(attempt), flush=True)
+                except AssertionError as error:
+                    broken.append(f"{attempt.begun.name}: {attempt.what}: {error}")
+                    print(f"BROKEN {broken[-1]}", flush=True)
+    if broken:
+        sys.exit("\n".join(broken))
     print(f"{len(seeds)} seeds, all as promised")
 
 

@@ -22,25 +22,18 @@ def waiting(jobs: Jobs) -> dict[str, endings.Begun]:
     return {name: endings.begin(jobs, name) for name in SLOW}
 
 
-def assert_nothing_left(begun: endings.Begun) -> None:
-    deadline = time.monotonic() + 5
-    while left := endings.left_behind(begun):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("name", QUICK)
 def test_ending(jobs: Jobs, waiting: dict, name: str):
     begun = endings.begin(jobs, name)
     assert endings.finish(begun) < ENDINGS[name].seconds
-    assert_nothing_left(begun)
+    endings.assert_nothing_left(begun)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SLOW)
 def test_slow_ending(waiting: dict, name: str):
     assert endings.finish(waiting[name]) < ENDINGS[name].seconds
-    assert_nothing_left(waiting[name])
+    endings.assert_nothing_left(waiting[name])
 
 
 KERNEL = """

@@ -121,12 +121,12 @@ def test_a_job_for_lack_of_capacity_is_tried_again(
     cells = nbformat.read(TENSORFLOW, as_version=4).cells
     source = next(cell.source for cell in cells if "def run_job" in cell.source)
     names: dict = {"ModelTrainer": None, "monitoring": monitoring, "time": time}
-    exec(source, names)  # noqa: S102
+    exec(source, names)
 
     class Trainer:
         """Starts a job that ends at once, for the next of the reasons."""
 
-        started: list[str] = []  # noqa: RUF012
+        started: list[str] = []
 
         def train(self, **settings) -> None:
             name = f"job-{len(self.started)}"

@@ -70,6 +70,64 @@ def test_a_command_that_is_not_there_is_the_reason_on_every_host(jobs: Jobs):
     assert re.search(reason, job["FailureReason"])
 
 
+def test_a_leader_that_freezes_before_the_others_come_fails_the_job(jobs: Jobs):
+    frozen = (
+        "import hetero, signal, socket, time\ncluster = hetero.read_cluster()\n"
+        "if (cluster.group, cluster.rank) == ('dnn_group', 0):\n"
+        "    address = cluster.bind_address, cluster.base_port\n"
+        "    server = socket.create_server(address)\n"
+        "    signal.signal(signal.SIGTERM, exit)\n"
+        "    time.sleep(100)\n"
+    )
+    hetero = RUNTIME["hetero.py"].replace("LOST_SECONDS = 2, 20", "LOST_SECONDS = 2, 4")
+    files = {**RUNTIME, "hetero.py": hetero, "launcher.py": frozen + LAUNCHER}
+    job = jobs.run(files, "exec python launcher.py", GROUPS, environment={"HETERO_TOKEN": "secret"})
+    assert job["TrainingJobStatus"] == "Failed"
+    assert re.search(
+        r"lost the leader, algo-\d \(dnn_group\): silent for 4 s", job["FailureReason"]
+    )
+
+
+FREEZE_AT_THE_END = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+import hetero
+
+cluster = hetero.read_cluster()
+pids = Path(os.environ["SAGEMAKER_BASE_DIR"]).parents[2]  # all hosts' folder
+
+def freeze(*_):
+    os.kill(int((pids / "VICTIM").read_text()), signal.SIGSTOP)
+    time.sleep(1)
+    sys.exit()
+
+me = f"{cluster.group}-{cluster.rank}"
+(pids / me).write_text(str(os.getppid()))
+if me == "VICTIM":  # SageMaker would kill it 120 s after its SIGTERM
+    kill = f"sleep 25; kill -KILL {os.getppid()}"
+    subprocess.Popen(["/bin/sh", "-c", kill], start_new_session=True)
+if me == "data_group-0":
+    signal.signal(signal.SIGTERM, freeze)
+time.sleep(2 if cluster.group == "dnn_group" else 100)
+"""
+
+
+@pytest.mark.parametrize(
+    "victim, reason",
+    [
+        ("data_group-0", r"algo-\d \(data_group\) did not end when the training had ended\."),
+        ("dnn_group-0", r"lost the leader, algo-\d \(dnn_group\): silent for 12 s"),
+    ],
+)
+def test_a_host_that_freezes_after_the_training_fails_the_job(jobs: Jobs, victim: str, reason: str):
+    """Else the job would go on, and be billed, until MaxRuntimeInSeconds."""
+    script = FREEZE_AT_THE_END.replace("VICTIM", victim)
+    hetero = RUNTIME["hetero.py"].replace("LOST_SECONDS = 2, 20", "LOST_SECONDS = 2, 12")
+    job = run(jobs, hetero=hetero, data_group=script, dnn_group=script)
+    assert job["TrainingJobStatus"] == "Failed"
+    assert re.search(reason, job["FailureReason"])
+
+
 def test_hosts_that_come_up_after_a_failure_hear_of_it(jobs: Jobs):
     late = (
         "import time, hetero\n"

@@ -189,6 +189,10 @@ class Ended(Exception):
     """The job has ended: whether it is completed, and a sentence that says why."""
 
 
+class Silence(ConnectionError):
+    """Nothing has come for longer than it takes any launcher that runs."""
+
+
 def send(writer: asyncio.StreamWriter, **message) -> None:
     """Send a JSON object on a line."""
     writer.write(json.dumps(message).encode() + b"\n")
@@ -202,7 +206,7 @@ async def receive(reader: asyncio.StreamReader, seconds: float) -> dict:
             raise ConnectionError("connection closed")
         return dict(json.loads(line))
     except asyncio.TimeoutError:
-        raise ConnectionError(f"silent for {seconds} s") from None
+        raise Silence(f"silent for {seconds} s") from None
     except (ValueError, TypeError, RecursionError):  # too long, or not an object
         raise ConnectionError("not a launcher's message") from None
 
@@ -227,11 +231,18 @@ class Leader:
         self.failures: dict[str, tuple[float, str]] = {}  # host -> the first one there: when, what
         self.outcome: dict = {}
         self.decided_at = 0.0
+        self.stopped: set[str] = set()  # hosts that have no process left, and wait for the others
 
     async def lead(self) -> None:
         """Listen, and give a sign of life every BEAT_SECONDS."""
+
+        async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            # Cancelled when the launcher ends, which Python before 3.12 would print as an error.
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._meet(reader, writer)
+
         address = self.cluster.bind_address, self.cluster.base_port
-        await asyncio.start_server(self._meet, *address, backlog=512, limit=LONGEST_LINE)
+        await asyncio.start_server(meet, *address, backlog=512, limit=LONGEST_LINE)
         deadline = time.monotonic() + JOIN_SECONDS
         while True:
             if self.awaited and time.monotonic() > deadline:
@@ -247,14 +258,21 @@ class Leader:
             self.decided_at = time.monotonic()
             self._tell_all(**self.outcome)
 
-    async def wait_for_goodbyes(self) -> None:
-        """Wait until all hosts have stopped their processes, a little longer than that may take."""
+    async def wait_for_goodbyes(self) -> list[str]:
+        """Wait until all hosts have stopped their processes, a little longer than that may take.
+
+        Lets those that have exit, and returns the others.
+        """
         deadline = self.decided_at + STOP_SECONDS + 5
-        while (left := sorted([*self.members, *self.awaited])) and time.monotonic() < deadline:
+        while left := sorted({*self.members, *self.awaited} - self.stopped):
+            if time.monotonic() > deadline:
+                break
             await asyncio.sleep(0.02)
+        self._tell_all(exit=True)
         who = f"all hosts but {', '.join(left)}" if left else "all hosts"
         seconds = time.monotonic() - self.decided_at
         print(f"hetero: {who} have signed off {seconds:.2f} s after the job's end", flush=True)
+        return left
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a connection prove whose it is, and hear it until it ends."""
@@ -298,7 +316,9 @@ class Leader:
     def _hear(self, host: str, message: dict) -> None:
         group = self.cluster.group_of(host)
         hosts = set(self.cluster.groups[group])
-        if "stop" in message:
+        if "stopped" in message:
+            self.stopped.add(host)
+        elif "stop" in message:
             self._tell_all(stop=True)  # some may not have got their SIGTERM yet
         elif "over" in message:
             # A process that fails takes those down that are connected with it, on any host: of
@@ -336,6 +356,7 @@ class Launcher:
         self.trains = cluster.group == training_group
         self.training: Child | None = None
         self.children: list[Child] = []
+        self.reader: asyncio.StreamReader | None = None
         self.writer: asyncio.StreamWriter | None = None
         self.start, self.sigterm = asyncio.Event(), asyncio.Event()
 
@@ -366,17 +387,37 @@ class Launcher:
             send(self.writer, over=reason, at=0.0)
         await asyncio.gather(*(child.stop() for child in self.children))
         if self.writer:
-            self.writer.close()
+            send(self.writer, stopped=True)
+        # SageMaker waits for every host of a job that has not failed. So nobody leaves until all
+        # can: a host that hangs now would be billed until MaxRuntimeInSeconds.
         if lead:
-            await lead.wait_for_goodbyes()
+            left = ", ".join(map(self.cluster.where, await lead.wait_for_goodbyes()))
+            if left and completed:
+                completed, reason = False, f"{left} did not end when the training had ended."
+        elif completed:
+            completed, reason = await self.wait_for_exit(reason)
+        if self.writer:
+            self.writer.close()
+            with contextlib.suppress(OSError):  # it is closed at the other end
+                await self.writer.wait_closed()
         return completed, reason
+
+    async def wait_for_exit(self, reason: str) -> tuple[bool, str]:
+        """Wait for the leader's word that all hosts may exit; return whether it came, and why."""
+        try:
+            while "exit" not in await receive(self.reader, LOST_SECONDS):
+                continue
+            return True, reason
+        except OSError as error:
+            leader = self.cluster.where(self.leader)
+            return False, f"{self.here} lost the leader, {leader}: {error}."
 
     async def follow_leader(self) -> None:
         """Connect to the leader, do as it says, and end with it."""
         try:
-            reader, self.writer = await self.join()
+            self.reader, self.writer = await self.join()
             while True:
-                message = await receive(reader, LOST_SECONDS)
+                message = await receive(self.reader, LOST_SECONDS)
                 send(self.writer, beat=True)
                 if "start" in message:
                     self.start.set()
@@ -402,6 +443,8 @@ class Launcher:
                 if (await receive(reader, LOST_SECONDS)).get("welcome") == sign("welcome", nonce):
                     return reader, writer
                 raise ConnectionError("not the leader of this job")
+            except Silence:  # it is there, since it has accepted the connection, but frozen
+                raise
             except (OSError, asyncio.TimeoutError) as error:  # not there yet, or too busy
                 if time.monotonic() > deadline:
                     raise ConnectionError(f"{error} for {JOIN_SECONDS} s") from None
