@@ -1,29 +1,55 @@
-"""What a training job cost, and whether the heterogeneous one was worth it.
+"""What training jobs cost, and whether the heterogeneous one was worth it.
 
 SageMaker bills every instance of a job, whatever its group, for the job's billable seconds. From
 that and from the step times in the job's log this module makes one table, `compare`, and one
-figure, `plot`. The same columns can be computed for runs without a job, `compare_runs`: the two
+figure, `plot`. The same table can be computed for runs without a job, `compare_runs`: the two
 tables that AWS published are here as `PUBLISHED`.
 
-Prices are in prices.csv, each with the date on which it was seen and its source. They are SageMaker
-training on-demand prices, without storage, data transfer and taxes: look at the current ones
-before you decide with them.
+Also as a command, for jobs on AWS:
+
+    python -m shared.costs JOB JOB... [--json] [--region REGION] [--as-of DATE]
+    python -m shared.costs --published [--json]
+    python -m shared.costs --refresh REGION
+
+and for jobs of the local SageMaker, inside the notebook that started them:
+
+    %run -m shared.costs JOB JOB... [--json]     (options after the jobs, else they are %run's)
+
+Prices are those of shared/prices.py: look at the current ones before you decide with them.
 """
 
-import functools
+import argparse
+import builtins
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from math import nan
-from pathlib import Path
 from typing import Any
 
 import boto3
 import matplotlib.pyplot as plt
 import pandas as pd
+from botocore.exceptions import BotoCoreError, ClientError
 from matplotlib.figure import Figure
 
 from shared import monitoring
+from shared.prices import Price, cache_file, find, price_per_hour, refresh_prices
+
+__all__ = [
+    "PUBLISHED",
+    "PUBLISHED_ON",
+    "Run",
+    "compare",
+    "compare_runs",
+    "instances_of",
+    "plot",
+    "price_per_hour",
+    "published",
+    "read_runs",
+    "readable",
+    "refresh_prices",
+]
 
 
 @dataclass(frozen=True)
@@ -36,6 +62,8 @@ class Run:
         data_wait_ms: Part of it spent waiting for data; nan if not known, like those below.
         samples_per_s: Samples trained per second, by all ranks together.
         billable_s: Billable time of the job.
+        training_s: Training time of the job.
+        spot: Whether it was managed spot training, which is billed for less than its training time.
     """
 
     instances: dict[str, int]
@@ -43,6 +71,8 @@ class Run:
     data_wait_ms: float = nan
     samples_per_s: float = nan
     billable_s: float = nan
+    training_s: float = nan
+    spot: bool = False
 
 
 # The two tables of the AWS blog post named in prices.csv, to be priced as of PUBLISHED_ON. Its
@@ -60,55 +90,64 @@ PUBLISHED = {
 }
 
 
-@functools.cache
-def _prices() -> pd.DataFrame:
-    return pd.read_csv(Path(__file__).with_name("prices.csv"))
-
-
-def _price(instance_type: str, region: str, as_of: str | None) -> pd.Series:
-    """Find the newest row of prices.csv that is not newer than `as_of`."""
-    prices = _prices()
-    rows = prices[prices["instance_type"] == instance_type]
-    if rows.empty:
-        known = ", ".join(sorted(prices["instance_type"].unique()))
-        raise ValueError(f"prices.csv has no price of {instance_type!r}; it knows {known}.")
-    in_region = rows[rows["region"] == region]
-    if in_region.empty:
-        known = ", ".join(sorted(rows["region"].unique()))
-        raise ValueError(
-            f"prices.csv has no price of {instance_type} in region {region!r}, only in {known}: "
-            "add a row with its source, or name a region that it has."
-        )
-    try:
-        until = date.fromisoformat(as_of).isoformat() if as_of else date.max.isoformat()
-    except ValueError:
-        raise ValueError(f"as_of is {as_of!r}, but must be a date such as 2022-10-27.") from None
-    dated = in_region[in_region["as_of"] <= until]
-    if dated.empty:
-        raise ValueError(
-            f"prices.csv has no price of {instance_type} in {region} as of {as_of}; "
-            f"its first one is of {in_region['as_of'].min()}."
-        )
-    return dated.sort_values("as_of").iloc[-1]
-
-
-def price_per_hour(
-    instance_type: str, region: str = "us-east-1", as_of: str | None = None
-) -> float:
-    """Look up the on-demand price of one training instance.
+def compare(
+    job_names: Sequence[str] | Mapping[str, str],
+    session: boto3.Session | None = None,
+    as_of: str | None = None,
+    region: str | None = None,
+) -> pd.DataFrame:
+    """Compare training jobs that have ended; the first one is the baseline.
 
     Args:
-        instance_type: Such as "ml.g5.xlarge".
-        region: AWS region.
-        as_of: ISO date: the price known on that day instead of the newest one.
+        job_names: Names of the jobs, or {label: name} to have short labels in table and figure.
+        session: boto3 session to use instead of the default one.
+        as_of: ISO date of the prices, instead of the newest ones.
+        region: Where the prices are from, if not from the jobs' region.
 
     Returns:
-        US dollars per hour.
+        One row per job; columns as in `compare_runs`.
 
     Raises:
-        ValueError: prices.csv does not have it; says what it has.
+        ValueError: a job is unknown, has not ended, was not billed or has logged no steps, or a
+            price is not known.
     """
-    return float(_price(instance_type, region, as_of)["usd_per_hour"])
+    runs = read_runs(job_names, session)
+    jobs_region = (session or boto3).client("sagemaker").meta.region_name
+    return compare_runs(runs, region or jobs_region, as_of)
+
+
+def read_runs(
+    job_names: Sequence[str] | Mapping[str, str], session: boto3.Session | None = None
+) -> dict[str, Run]:
+    """Read what `compare` needs to know of training jobs; times are medians over the step lines.
+
+    Raises:
+        ValueError: a job is unknown, has not ended, was not billed, or has logged no steps.
+    """
+    runs = {}
+    for label, name in monitoring.labelled(job_names).items():
+        description = _describe(name, session)
+        columns = ["step_time_ms", "data_wait_ms", "samples_per_s"]
+        median = monitoring.steps(name, session).reindex(columns=columns).median()
+        runs[label] = Run(
+            instances_of(description["ResourceConfig"]),
+            billable_s=description["BillableTimeInSeconds"],
+            training_s=description.get("TrainingTimeInSeconds", nan),
+            spot=description.get("EnableManagedSpotTraining", False),
+            **median,
+        )
+    return runs
+
+
+def _describe(name: str, session: boto3.Session | None) -> dict[str, Any]:
+    """Describe a training job that has ended and was billed."""
+    description = monitoring.describe(name, session)
+    status = description["TrainingJobStatus"]
+    if status in ("InProgress", "Stopping"):
+        raise ValueError(f"Training job {name!r} is {status}: its cost is known once it has ended.")
+    if "BillableTimeInSeconds" not in description:
+        raise ValueError(f"Training job {name!r} ({status}) has no billable time: nothing to cost.")
+    return description
 
 
 def instances_of(resource_config: dict[str, Any]) -> dict[str, int]:
@@ -120,122 +159,103 @@ def instances_of(resource_config: dict[str, Any]) -> dict[str, int]:
     return counts
 
 
-def cluster_price_per_hour(
-    resource_config: dict[str, Any], region: str = "us-east-1", as_of: str | None = None
-) -> float:
-    """Add up the prices of all instances of a job's ResourceConfig, in US dollars per hour."""
-    return _usd_per_hour(instances_of(resource_config), region, as_of)
-
-
-def _usd_per_hour(instances: dict[str, int], region: str, as_of: str | None) -> float:
-    return sum(price_per_hour(name, region, as_of) * n for name, n in instances.items())
-
-
-def job_cost(description: dict[str, Any], as_of: str | None = None) -> float:
-    """Compute what a training job cost, in US dollars, from DescribeTrainingJob's response.
-
-    BillableTimeInSeconds is per instance ("Multiply this value by the number of instances",
-    API reference of DescribeTrainingJob). For managed spot training it is shorter than the
-    training time: the saving is in the seconds, so on-demand prices apply to both.
-
-    Raises:
-        ValueError: the job has not ended, or was not billed.
-    """
-    seconds = _billable_seconds(description)
-    region = _region(description)
-    return cluster_price_per_hour(description["ResourceConfig"], region, as_of) * seconds / 3600
-
-
-def _billable_seconds(description: dict[str, Any]) -> int:
-    name, status = description["TrainingJobName"], description["TrainingJobStatus"]
-    if status in ("InProgress", "Stopping"):
-        raise ValueError(f"Training job {name!r} is {status}: its cost is known once it has ended.")
-    if "BillableTimeInSeconds" not in description:
-        raise ValueError(f"Training job {name!r} ({status}) has no billable time: nothing to cost.")
-    return description["BillableTimeInSeconds"]
-
-
-def _region(description: dict[str, Any]) -> str:
-    return description["TrainingJobArn"].split(":")[3]
-
-
-def compare(
-    job_names: Sequence[str] | Mapping[str, str],
-    session: boto3.Session | None = None,
-    as_of: str | None = None,
-    region: str | None = None,
-) -> pd.DataFrame:
-    """Compare training jobs that have ended; the first one is the baseline.
-
-    Times are medians over the step lines in each job's log.
-
-    Args:
-        job_names: Names of the jobs, or {label: name} to have short labels in table and figure.
-        session: boto3 session to use instead of the default one.
-        as_of: ISO date of the prices, instead of the newest ones.
-        region: Where the prices are from, if not from the first job's region.
-
-    Returns:
-        One row per job; columns as in `compare_runs`.
-    """
-    client = (session or boto3).client("sagemaker")
-    runs = {}
-    for label, name in monitoring.labelled(job_names).items():
-        description = client.describe_training_job(TrainingJobName=name)
-        region = region or _region(description)
-        billable_s = _billable_seconds(description)
-        median = monitoring.steps(name, session)[
-            ["step_time_ms", "data_wait_ms", "samples_per_s"]
-        ].median()
-        runs[label] = Run(
-            instances_of(description["ResourceConfig"]), billable_s=billable_s, **median
-        )
-    return compare_runs(runs, region, as_of)
-
-
 def compare_runs(
     runs: Mapping[str, Run], region: str = "us-east-1", as_of: str | None = None
 ) -> pd.DataFrame:
     """Compute costs, speed-up and improvement of labelled runs; the first one is the baseline.
 
+    BillableTimeInSeconds is per instance ("Multiply this value by the number of instances", API
+    reference of DescribeTrainingJob), so total USD = USD per hour / 3600 * billable time. Managed
+    spot training saves 1 - billable / training time (same source), in the cost of steps and samples
+    too: USD per 1,000 steps = USD per hour / 3600 * step time in seconds * 1,000 * (1 - saving).
+
     Returns:
         One row per run. Speed-up is the baseline's step time over this one's; price-performance
-        improvement is 1 - cost per step / the baseline's cost per step.
+        improvement is 1 - cost per step / the baseline's cost per step. The prices used, with their
+        sources, are in the table's attrs["prices"].
     """
-    table = pd.DataFrame({label: _row(run, region, as_of) for label, run in runs.items()}).T
-    table = table.infer_objects()
+    return _table(runs, region, as_of, newer_than="")
+
+
+def published(framework: str, region: str = "us-east-1") -> pd.DataFrame:
+    """Compute a table that AWS published in 2022, and the same with today's prices.
+
+    Args:
+        framework: "TensorFlow" or "PyTorch".
+        region: Where the prices are from.
+
+    Returns:
+        As `compare_runs`, for 2022 and for today, each with a baseline of its own. Costs are nan
+        where no price newer than the published one is known.
+    """
+    if framework not in PUBLISHED:
+        raise ValueError(f"There is no published table of {framework!r}, only {list(PUBLISHED)}.")
+    then = _table(PUBLISHED[framework], region, PUBLISHED_ON, newer_than="")
+    today = _table(PUBLISHED[framework], region, None, newer_than=PUBLISHED_ON)
+    table = pd.concat([then.rename("{}, 2022".format), today.rename("{}, today".format)])
+    table.attrs["prices"] = then.attrs["prices"] + today.attrs["prices"]
+    return table
+
+
+def _table(
+    runs: Mapping[str, Run], region: str, as_of: str | None, newer_than: str
+) -> pd.DataFrame:
+    prices = {name: find(name, region, as_of) for run in runs.values() for name in run.instances}
+    rows = {label: _row(run, prices, newer_than) for label, run in runs.items()}
+    table = pd.DataFrame(rows).T.infer_objects()
     baseline = table.iloc[0]
     table["speed-up"] = baseline["step time (ms)"] / table["step time (ms)"]
     table["price-performance improvement (%)"] = 100 * (
         1 - table["USD per 1,000 steps"] / baseline["USD per 1,000 steps"]
     )
+    table.attrs["prices"] = list(prices.values())
     return table
 
 
-def _row(run: Run, region: str, as_of: str | None) -> dict[str, Any]:
+def _row(run: Run, prices: dict[str, Price], newer_than: str) -> dict[str, Any]:
     """Compute what does not depend on the baseline."""
-    prices = {name: _price(name, region, as_of) for name in run.instances}
-    dearest_first = sorted(prices, key=lambda name: -prices[name]["usd_per_hour"])
-    usd_per_hour = _usd_per_hour(run.instances, region, as_of)
+    names = sorted(run.instances, key=lambda name: -prices[name].usd_per_hour)  # dearest first
+    usd_per_hour = sum(run.instances[name] * prices[name].usd_per_hour for name in names)
+    summands = " + ".join(f"{run.instances[name]} x {prices[name].usd_per_hour}" for name in names)
+    days = ", ".join(sorted({prices[name].as_of for name in names}))
+    outdated = [name for name in names if prices[name].as_of <= newer_than]
+    if outdated:
+        usd_per_hour, summands, days = nan, nan, f"no newer price of {', '.join(outdated)}"
+    saving = 1 - run.billable_s / run.training_s if run.spot else 0.0
+    usd_per_s = usd_per_hour / 3600
     return {
-        "instances": " + ".join(f"{run.instances[name]} x {name}" for name in dearest_first),
+        "instances": " + ".join(f"{run.instances[name]} x {name}" for name in names),
+        "USD per instance-hour": summands,
         "USD per hour": usd_per_hour,
-        "region": region,
-        "prices as of": ", ".join(sorted({price["as_of"] for price in prices.values()})),
+        "region": prices[names[0]].region,
+        "prices as of": days,
         "billable time (s)": run.billable_s,
-        "total USD": usd_per_hour * run.billable_s / 3600,
+        "training time (s)": run.training_s,
+        "saved by spot (%)": 100 * saving if run.spot else nan,
+        "total USD": usd_per_s * run.billable_s,
         "samples per s": run.samples_per_s,
         "step time (ms)": run.step_time_ms,
         "data wait (ms)": run.data_wait_ms,
         "data wait (%)": 100 * run.data_wait_ms / run.step_time_ms,
-        "USD per 1,000 steps": usd_per_hour / 3600 * run.step_time_ms,  # ms * 1,000 steps = s
+        "USD per 1,000 steps": usd_per_s * run.step_time_ms * (1 - saving),  # 1,000 ms are 1 s
+        "USD per 1,000 samples": usd_per_s * 1000 / run.samples_per_s * (1 - saving),
     }
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """Turn a comparison on its side, one column per job, with sensibly rounded text for numbers."""
-    formats = {"USD": "{:,.4f}", "(%)": "{:.0f} %", "(ms)": "{:,.1f}", "speed-up": "{:.1f}x"}
-    turned = table.T.astype(object)
+    """Turn a comparison on its side, one column per job, with sensibly rounded text for numbers.
+
+    What is not known of any of the jobs is left out.
+    """
+    formats = {
+        "samples per s": "{:,.1f}",
+        "USD per 1,000 samples": "{:,.6f}",
+        "USD": "{:,.4f}",
+        "(%)": "{:.0f} %",
+        "(ms)": "{:,.1f}",
+        "speed-up": "{:.1f}x",
+    }
+    turned = table.dropna(axis="columns", how="all").T.astype(object)
     for name, row in turned.iterrows():
         style = next((f for key, f in formats.items() if key in str(name)), "{:,.0f}")
         turned.loc[name] = [
@@ -279,20 +299,89 @@ def plot(table: pd.DataFrame, title: str = "", note: str = "") -> Figure:
         faster = f"\n{speed_up:.1f}x as fast" if i else ""  # row 0 is the baseline itself
         saving = f"\n{abs(saved):.0f} % {cheaper}" if i else ""
         left.annotate(f"{step.iloc[i]:,.1f} ms{faster}", (step.iloc[i], i), **beside)
-        right.annotate(f"USD {cost.iloc[i]:,.4f}{saving}", (cost.iloc[i], i), **beside)
+        of_samples = table["USD per 1,000 samples"].iloc[i]
+        samples = "" if pd.isna(of_samples) else f"\nUSD {of_samples:,.6f} per 1,000 samples"
+        right.annotate(f"USD {cost.iloc[i]:,.4f}{samples}{saving}", (cost.iloc[i], i), **beside)
 
     left.invert_yaxis()  # the baseline on top
     left.set_xlabel("step time (ms)", fontsize=12)
     right.set_xlabel("cost per 1,000 steps (USD)", fontsize=12)
     right.locator_params(axis="x", nbins=5)  # more would touch each other
-    for panel in (left, right):
-        panel.margins(x=0.6)  # room for the text beside the bars
+    for panel, room in ((left, 0.6), (right, 1.0)):
+        panel.margins(x=room)  # for the text beside the bars
         panel.tick_params(labelsize=11)
         panel.spines[["top", "right"]].set_visible(False)
     region = table["region"].iloc[0]
     dates = ", ".join(sorted({day for days in table["prices as of"] for day in days.split(", ")}))
-    small_print = f"SageMaker training on-demand prices in {region} as of {dates}.\n{note}"
+    spot = ", less managed spot's saving" if table["saved by spot (%)"].notna().any() else ""
+    small_print = f"SageMaker training on-demand prices in {region} as of {dates}{spot}.\n{note}"
     fig.supxlabel(small_print, fontsize=10, color="0.35")
     fig.suptitle(title, fontsize=14)
     plt.close(fig)  # the notebook draws the returned figure; left open, it would be drawn twice
     return fig
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command that the module's docstring describes; return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shared.costs",
+        description="What SageMaker training jobs cost, compared with the first of them.",
+        epilog="Jobs of the local SageMaker: %run -m shared.costs in the notebook that started "
+        "them. The region of the jobs is boto3's (AWS_DEFAULT_REGION).",
+    )
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help="name of a training job that ended")
+    parser.add_argument(
+        "--published", action="store_true", help="the tables that AWS published in 2022, and today"
+    )
+    parser.add_argument("--refresh", metavar="REGION", help="get current prices from AWS")
+    parser.add_argument("--region", help="where the prices are from, if not from the jobs' region")
+    parser.add_argument("--as-of", metavar="DATE", help="prices of that day, such as 2022-10-27")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(arguments)
+    try:
+        if (bool(options.jobs), options.published, bool(options.refresh)).count(True) != 1:
+            raise ValueError("Name training jobs, or give --published, or --refresh REGION.")
+        if options.as_of and not options.jobs:
+            raise ValueError("--as-of is for training jobs.")
+        if options.refresh:
+            prices = refresh_prices(options.refresh)
+            file = cache_file(options.refresh)
+            print(f"{len(prices)} training prices of {options.refresh} are now in {file}.")
+        elif options.published:
+            region = options.region or "us-east-1"
+            _print({name: published(name, region) for name in PUBLISHED}, options.json)
+            if not options.json:
+                print('AWS\'s "Cost per Step" is the cost of 100 steps. For newer prices:', end=" ")
+                print(f"python -m shared.costs --refresh {region}")
+        else:
+            table = compare(options.jobs, as_of=options.as_of, region=options.region)
+            _print({"jobs": table}, options.json)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (BotoCoreError, ClientError) as error:
+        hint = " (the local SageMaker has no prices: ask in a terminal)" * bool(options.refresh)
+        print(f"AWS: {error}{hint}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _print(tables: dict[str, pd.DataFrame], as_json: bool) -> None:
+    """Print tables under their titles, and below them where each price is from."""
+    if as_json:
+        rows = {title: table.reset_index(names="run") for title, table in tables.items()}
+        texts = {title: row.to_json(orient="records") for title, row in rows.items()}
+        print(json.dumps({title: json.loads(text) for title, text in texts.items()}, indent=2))
+        return
+    for title, table in tables.items():
+        print(f"{title}\n{readable(table).to_string()}\n")
+    prices = {price for table in tables.values() for price in table.attrs["prices"]}
+    for price in sorted(prices, key=lambda price: (price.as_of, price.instance_type)):
+        print(f"{price.instance_type} in {price.region}: USD {price.usd_per_hour} per hour", end="")
+        print(f" as of {price.as_of}, {price.source}")
+
+
+if __name__ == "__main__":
+    status = main()
+    if status and not hasattr(builtins, "__IPYTHON__"):  # %run would add a traceback of the exit
+        sys.exit(status)

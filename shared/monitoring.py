@@ -1,33 +1,50 @@
-"""What a training job is doing and how fast: its status, its logs, its step times.
+"""What a training job is doing and how fast: its status, step times, hosts, and bottleneck.
 
-SageMaker writes the output of every host of a training job to CloudWatch Logs, and names the hosts
-algo-1, algo-2, ... in an order that says nothing about their instance groups. This module reads
-those logs, finds each host's group in the host's own log, and turns the lines that the training
-script prints every N steps,
+The notebooks' view of a job. What its hosts have printed is read in logs.py, how busy they were in
+bottleneck.py; here are the figures, and the command
 
-    step=120 epoch=1 loss=0.1234 step_time_ms=12.34 data_wait_ms=4.56 samples_per_s=10372.1
+    python -m shared.monitoring JOB [--figure FILE]
+    python -m shared.monitoring JOB --logs [--group data_group] [--host algo-1]
 
-into a table; and it reads how busy each host was. It uses nothing but boto3's `logs`, `cloudwatch`
-and `sagemaker` clients, so that it works alike on AWS and on the local SageMaker.
+A job of the local SageMaker is known only in the notebook that started it: there, the command is
+`%run -m shared.monitoring JOB`.
 """
 
-import re
+import argparse
+import os
+import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
-from itertools import zip_longest
-from math import nan
-from statistics import mean
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import boto3
 import matplotlib.pyplot as plt
 import pandas as pd
+from botocore.exceptions import BotoCoreError, ClientError
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+from shared import bottleneck
+from shared.bottleneck import describe, utilisation
+from shared.logs import LogLine, logged, logs, show_logs, steps
+
+__all__ = [
+    "COLOURS",
+    "METRIC_DEFINITIONS",
+    "LogLine",
+    "describe",
+    "labelled",
+    "logged",
+    "logs",
+    "plot_job",
+    "plot_steps",
+    "show_logs",
+    "steps",
+    "utilisation",
+    "wait",
+]
 
 # For the MetricDefinitions of a job: SageMaker then graphs these as the job's metrics.
 METRIC_DEFINITIONS = [
@@ -35,186 +52,38 @@ METRIC_DEFINITIONS = [
     for name in ("loss", "step_time_ms", "data_wait_ms", "samples_per_s")
 ]
 
-# Either of these in a host's log names its group: resourceconfig.json, which the SDK's start-up
-# script prints on every host, or the line with which our hetero.py introduces the host.
-_GROUP = re.compile(r'"current_group_name":\s*"([^"]+)"|\bhost=\S+ group=(\S+)')
-_STEP = re.compile(r"\bstep=\d+ .*\bstep_time_ms=")
-# The SDK's start-up script ends with one of these lines; bash traces (`+ cd ...`) go on after it.
-_SETUP_END = re.compile(r"(Executing command:|Running .+ [Dd]river)")
-_SETUP_NOISE = re.compile(r"(\++ |SM_\w+=|Executing command: |Training Container Execution Comp)")
-
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito, colour-blind-safe
+_MARK = "#D55E00"  # of the same palette
 
 
-@dataclass(frozen=True)
-class LogLine:
-    """One line of a training job's log."""
-
-    time: datetime
-    host: str
-    group: str
-    text: str
-
-
-def logs(job_name: str, session: boto3.Session | None = None) -> list[LogLine]:
-    """Read the whole log of a training job, all hosts, in order of time.
-
-    A host whose log does not say which instance group it is in gets the group "unknown".
-
-    Raises:
-        ValueError: the job has no log (yet).
-    """
-    client = (session or boto3).client("logs")
-    try:
-        streams = list(
-            _pages(client, "describe_log_streams", "logStreams", logStreamNamePrefix=f"{job_name}/")
-        )
-    except client.exceptions.ResourceNotFoundException:
-        streams = []  # the log group appears with the account's first training job
-    lines = []
-    for name in (stream["logStreamName"] for stream in streams):  # <job>/algo-1-<epoch>
-        host = name.rsplit("/", 1)[1].rsplit("-", 1)[0]
-        events = list(_pages(client, "filter_log_events", "events", logStreamNames=[name]))
-        named = (_GROUP.search(event["message"]) for event in events)
-        group = next((match[1] or match[2] for match in named if match), "unknown")
-        for event in events:
-            when = datetime.fromtimestamp(event["timestamp"] / 1000, timezone.utc)
-            lines.append(LogLine(when, host, group, event["message"].rstrip()))
-    if not lines:
-        raise ValueError(
-            f"There is no log of training job {job_name!r}: check the name and the region, "
-            "or wait until its hosts have started."
-        )
-    return sorted(lines, key=lambda line: line.time)  # stable: a host's lines keep their order
-
-
-def _pages(client: Any, operation: str, key: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-    """Yield what is under `key` in every page of a CloudWatch Logs operation."""
-    for page in client.get_paginator(operation).paginate(logGroupName=LOG_GROUP, **arguments):
-        yield from page[key]
-
-
-def show_logs(
-    job_name: str,
-    group: str | None = None,
-    host: str | None = None,
-    last: int | None = 20,
-    side_by_side: bool = False,
-    skip_setup: bool = True,
-    session: boto3.Session | None = None,
-) -> None:
-    """Print a training job's log by instance group and host.
-
-    Args:
-        job_name: Name of the training job.
-        group: Only the hosts of this instance group.
-        host: Only this host (algo-1, ...).
-        last: So many lines of each host, the last ones; None prints all.
-        side_by_side: One column per host instead of one block per host.
-        skip_setup: Leave out what the SDK's start-up script prints before and around our code.
-        session: boto3 session to use instead of the default one.
-
-    Raises:
-        ValueError: the job has no log, or no such host or group.
-    """
-    hosts: dict[tuple[str, str], list[LogLine]] = {}
-    for line in logs(job_name, session):
-        hosts.setdefault((line.group, line.host), []).append(line)
-    names = sorted(hosts, key=lambda name: (name[0], len(name[1]), name[1]))  # algo-10 after -9
-    chosen = [name for name in names if group in (None, name[0]) and host in (None, name[1])]
-    if not chosen:
-        known = ", ".join(f"{host} in {group}" for group, host in names)
-        raise ValueError(
-            f"No host matches group={group!r}, host={host!r}; the log of {job_name!r} has {known}."
-        )
-    blocks = []
-    for group_name, host_name in chosen:
-        lines = hosts[group_name, host_name]
-        lines = _without_setup(lines) if skip_setup else lines
-        shown = lines[-last:] if last else lines
-        of_all = f"last {len(shown)} of " if len(shown) < len(lines) else ""
-        title = f"== {group_name} / {host_name} ({of_all}{len(lines)} lines)"
-        blocks.append([title] + [f"{line.time:%H:%M:%S} {line.text}" for line in shown])
-    if side_by_side:
-        _print_columns(blocks)
-    else:
-        for block in blocks:
-            for text in block:
-                print(text if len(text) <= 140 else text[:139] + "…")
-
-
-def _without_setup(lines: list[LogLine]) -> list[LogLine]:
-    """Drop the start-up script's lines; a host that failed during start-up keeps its messages."""
-    ends = [i for i, line in enumerate(lines) if _SETUP_END.match(line.text)]
-    start = ends[0] + 1 if ends else 0
-    return [line for line in lines[start:] if not _SETUP_NOISE.match(line.text)]
-
-
-def _print_columns(blocks: list[list[str]], total_width: int = 160) -> None:
-    """Print blocks of text next to each other, wrapped to equal columns."""
-    width = total_width // len(blocks) - 2
-    columns = [[part for text in block for part in textwrap.wrap(text, width)] for block in blocks]
-    for row in zip_longest(*columns, fillvalue=""):
-        print("  ".join(cell.ljust(width) for cell in row).rstrip())
-
-
-def steps(job_name: str, session: boto3.Session | None = None) -> pd.DataFrame:
-    """Collect the step lines of a training job's log.
+def wait(
+    job_name: str, poll_seconds: float = 2.0, session: boto3.Session | None = None
+) -> dict[str, Any]:
+    """Wait until a training job has ended, printing one line per change of its status.
 
     Returns:
-        One row per step line, in order of time: time (UTC), host, and a numeric column for every
-        key of the line, such as step, epoch, loss, step_time_ms, data_wait_ms, samples_per_s.
+        DescribeTrainingJob's response for the job, Completed or Stopped.
 
     Raises:
-        ValueError: the job has no log, or no step line in it.
+        RuntimeError: the job failed; says why.
     """
-    rows = [
-        {"time": line.time, "host": line.host, **dict(re.findall(r"(\w+)=(\S+)", line.text))}
-        for line in logs(job_name, session)
-        if _STEP.search(line.text)
-    ]
-    if not rows:
-        raise ValueError(
-            f"The log of training job {job_name!r} has no step lines ('step=... step_time_ms=...'):"
-            f" did training start? See show_logs({job_name!r})."
-        )
-    table = pd.DataFrame(rows)
-    keys = table.columns.drop(["time", "host"])
-    return table.astype({key: float for key in keys}).astype({"step": int})
-
-
-def utilisation(job_name: str, session: boto3.Session | None = None) -> pd.DataFrame:
-    """Look up how many vCPUs and GPUs of each host were busy, from the first step line to the last.
-
-    On AWS CloudWatch has one value a minute: too few for a job of a few minutes.
-
-    Returns:
-        One row per host: group, host, and the means of its "busy vCPUs" (CPUUtilization is 100 for
-        each) and, where there are GPUs, "busy GPUs"; nan if CloudWatch has no value.
-
-    Raises:
-        ValueError: the job has no log, or no step line in it.
-    """
-    client = (session or boto3).client("cloudwatch")
-    times = steps(job_name, session)["time"]
-    start, end = times.iloc[0], times.iloc[-1]
-    minutes = 1 + int((end - start).total_seconds()) // 60 // 1440  # an answer has 1440 at most
-    rows = []
-    for group, host in sorted({(line.group, line.host) for line in logs(job_name, session)}):
-        row = {"group": group, "host": host}
-        for metric, name in (("CPUUtilization", "busy vCPUs"), ("GPUUtilization", "busy GPUs")):
-            points = client.get_metric_statistics(
-                Namespace="/aws/sagemaker/TrainingJobs",
-                MetricName=metric,
-                Dimensions=[{"Name": "Host", "Value": f"{job_name}/{host}"}],
-                StartTime=start,
-                EndTime=end + timedelta(seconds=1),  # exclusive, and in whole seconds
-                Period=60 * minutes,
-                Statistics=["Average"],
-            )["Datapoints"]
-            row[name] = mean(point["Average"] for point in points) / 100 if points else nan
-        rows.append(row)
-    return pd.DataFrame(rows).dropna(axis="columns", how="all")
+    client = (session or boto3).client("sagemaker")
+    start, printed = time.monotonic(), 0
+    while True:
+        job = client.describe_training_job(TrainingJobName=job_name)
+        elapsed = f"{time.monotonic() - start:7.1f} s"
+        transitions = job.get("SecondaryStatusTransitions", [])
+        for transition in transitions[printed:]:
+            print(f"{elapsed}  {transition['Status']}: {transition.get('StatusMessage', '')}")
+        printed = len(transitions)
+        status = job["TrainingJobStatus"]
+        if status == "Failed":
+            reason = job.get("FailureReason", "SageMaker gave no reason.")
+            raise RuntimeError(f"Training job {job_name!r} failed: {reason}")
+        if status in ("Completed", "Stopped"):
+            print(f"{elapsed}  {job_name} {status}, {job.get('BillableTimeInSeconds', 0)} s billed")
+            return job
+        time.sleep(poll_seconds)
 
 
 def labelled(job_names: Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
@@ -253,31 +122,180 @@ def plot_steps(
     return fig
 
 
-def wait(
-    job_name: str, poll_seconds: float = 2.0, session: boto3.Session | None = None
-) -> dict[str, Any]:
-    """Wait until a training job has ended, printing one line per change of its status.
+def plot_job(job_name: str, title: str = "", session: boto3.Session | None = None) -> Figure:
+    """Draw how busy each host of a training job was, and its steps, over time.
 
-    Returns:
-        DescribeTrainingJob's response for the job, Completed or Stopped.
+    100 % is all of the instance. The hosts of the bottleneck are marked; the rule for it,
+    `bottleneck.RULE`, is below the figure. Where prices.csv does not have the instance type, the
+    numbers of busy vCPUs and GPUs are drawn instead.
 
     Raises:
-        RuntimeError: the job failed; says why.
+        ValueError: there is no such job, or it has no log (yet).
     """
-    client = (session or boto3).client("sagemaker")
-    start, printed = time.monotonic(), 0
-    while True:
-        job = client.describe_training_job(TrainingJobName=job_name)
-        elapsed = f"{time.monotonic() - start:7.1f} s"
-        transitions = job.get("SecondaryStatusTransitions", [])
-        for transition in transitions[printed:]:
-            print(f"{elapsed}  {transition['Status']}: {transition.get('StatusMessage', '')}")
-        printed = len(transitions)
-        status = job["TrainingJobStatus"]
-        if status == "Failed":
-            reason = job.get("FailureReason", "SageMaker gave no reason.")
-            raise RuntimeError(f"Training job {job_name!r} failed: {reason}")
-        if status in ("Completed", "Stopped"):
-            print(f"{elapsed}  {job_name} {status}, {job.get('BillableTimeInSeconds', 0)} s billed")
-            return job
-        time.sleep(poll_seconds)
+    return _plot(bottleneck.observe(job_name, session), title)
+
+
+def _plot(seen: bottleneck.Observed, title: str = "") -> Figure:
+    hosts = bottleneck.averages(seen).join(seen.hosts[["vcpus", "gpus"]])
+    series = [name for name in ("data_wait_ms", "step_time_ms") if name in seen.steps]
+    rows = len(hosts) + len(series)
+    fig, grid = plt.subplots(
+        rows, 1, figsize=(11, 2.2 + 1.4 * rows), sharex=True, squeeze=False, layout="constrained"
+    )
+    panels, found = grid[:, 0], bottleneck.find(seen)
+    for panel, (_, host) in zip(panels, hosts.iterrows(), strict=False):
+        _draw_host(panel, host, seen, {unit for group, unit in found if group == host["group"]})
+    for panel, name in zip(panels[len(hosts) :], series, strict=True):
+        _draw_steps(panel, name, seen)
+    for panel in panels:
+        panel.tick_params(labelsize=11)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", alpha=0.3)
+    panels[-1].set_xlim(left=0)
+    unit = "minutes" if _is_long(seen) else "seconds"
+    panels[-1].set_xlabel(f"{unit} since the first line of the log", fontsize=12)
+
+    entries = {}  # each label once, whichever panel has it
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    legend = {"loc": "outside lower center", "ncols": 4, "fontsize": 11, "frameon": False}
+    fig.legend(entries.values(), entries, title=bottleneck.RULE, title_fontsize=10, **legend)
+    title = title or seen.description["TrainingJobName"]
+    fig.suptitle(f"{title}\n{textwrap.fill(bottleneck.verdict(seen), 100)}", fontsize=13)
+    plt.close(fig)  # the notebook draws the returned figure; left open, it would be drawn twice
+    return fig
+
+
+def _is_long(seen: bottleneck.Observed) -> bool:
+    return seen.end - seen.start > timedelta(minutes=10)
+
+
+def _elapsed(seen: bottleneck.Observed, times: pd.Series | pd.Index) -> pd.Index:
+    """Convert times to seconds since the first line of the log; for a long job, to minutes."""
+    return (pd.Index(times) - seen.start).total_seconds() / (60 if _is_long(seen) else 1)
+
+
+def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: set[str]) -> None:
+    """Draw one host's CPUs and GPUs over time, say their averages, and mark the bottleneck."""
+    said, top = [], 105.0
+    styles = ((COLOURS[0], "o-"), (COLOURS[2], "s--"))
+    for (unit, count, busy), (colour, style) in zip(bottleneck.UNITS, styles, strict=True):
+        values, percent = seen.busy[host["host"], unit], host[f"{unit} (%)"]
+        if values.empty:
+            continue
+        known = host[count] > 0
+        if pd.isna(host[busy]):
+            said.append(f"no values of its {unit}s while it trained")
+        elif known:
+            said.append(f"{unit}s {percent:.0f} % busy{' = BOTTLENECK' if unit in marked else ''}")
+        else:
+            said.append(f"{host[busy]:.1f} {busy}")
+        values, top = (100 * values / host[count], top) if known else (values, None)
+        times = _elapsed(seen, values.index)
+        panel.plot(times, values, style, color=colour, markersize=4, label=f"{unit}s")
+    if not said:
+        nothing = "CloudWatch has no values of this host."
+        panel.text(0.5, 0.5, nothing, transform=panel.transAxes, ha="center", fontsize=12)
+    if not seen.steps.empty:
+        first_and_last = _elapsed(seen, seen.steps["time"].iloc[[0, -1]])
+        colour = "#FFE5D3" if marked else "0.93"
+        panel.axvspan(*first_and_last, color=colour, zorder=0, label="first to last step line")
+    panel.set_ylim(0, top)
+    if top:
+        limit = f"{bottleneck.LIMIT_PERCENT} %"
+        panel.axhline(bottleneck.LIMIT_PERCENT, color="0.4", ls=":", label=limit)
+        panel.set_yticks([0, 50, 100])
+    panel.set_ylabel("% of instance" if top else "busy", fontsize=11)
+    name = f"{host['group']} / {host['host']} ({host['instance type']})"
+    panel.set_title(name, loc="left", fontsize=12)
+    looks = {"color": _MARK, "weight": "bold"} if marked else {}
+    panel.set_title(", ".join(said), loc="right", fontsize=12, **looks)
+
+
+def _draw_steps(panel: Axes, name: str, seen: bottleneck.Observed) -> None:
+    """Draw data wait, as a part of the step time, or the step time itself."""
+    values, share = seen.steps[name], name == "data_wait_ms"
+    if share:
+        values = 100 * values / seen.steps["step_time_ms"]
+        panel.set_ylim(0, 105)
+        panel.set_yticks([0, 50, 100])
+        panel.set_ylabel("% of step", fontsize=11)
+        panel.set_title("The training waits for data", loc="left", fontsize=12)
+        median = f"{bottleneck.wait_percent(seen.steps):.0f} %"
+    else:
+        panel.set_ylim(0, 1.15 * values.max())
+        panel.set_ylabel("ms", fontsize=11)
+        panel.set_title("Step time", loc="left", fontsize=12)
+        median = f"{values.median():.1f} ms"
+    panel.set_title(f"median {median}", loc="right", fontsize=12)
+    times = pd.Series(_elapsed(seen, seen.steps["time"]))
+    for rows in seen.steps.groupby("host").groups.values():
+        colour = COLOURS[1] if share else "0.25"
+        panel.plot(times[rows], values[rows], "D-", color=colour, markersize=4)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command: print what a training job is doing, or its logs.
+
+    Raises:
+        SystemExit: with code 2 and a sentence on stderr, where there is nothing to print.
+    """
+    parser = argparse.ArgumentParser(
+        "python -m shared.monitoring", description="What a training job is doing, and how fast."
+    )
+    parser.add_argument("job", help="name of the training job")
+    parser.add_argument("--figure", metavar="FILE", help="draw it too (.png, .svg, .pdf)")
+    parser.add_argument("--logs", action="store_true", help="print its logs instead")
+    parser.add_argument("--group", help="only the logs of this instance group")
+    parser.add_argument("--host", help="only the logs of this host, such as algo-1")
+    chosen = parser.parse_args(arguments)
+    if (chosen.group or chosen.host) and not chosen.logs:
+        parser.error("--group and --host choose among logs: add --logs.")
+    if chosen.figure and chosen.logs:
+        parser.error("--figure does not go with --logs.")
+    try:
+        if chosen.logs:
+            describe(chosen.job)
+            show_logs(chosen.job, chosen.group, chosen.host, last=None)
+        else:
+            _report(chosen.job, chosen.figure)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left of it
+    except (ValueError, BotoCoreError, ClientError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _report(job_name: str, figure: str | None) -> None:
+    """Print a job's status, hosts, step time and bottleneck; draw them into the file `figure`."""
+    job = describe(job_name)
+    status = [job["TrainingJobStatus"], job.get("FailureReason", "")]
+    billed = f"{job['BillableTimeInSeconds']} s billed" if "BillableTimeInSeconds" in job else ""
+    print(f"{job_name}: {', '.join(filter(None, [*status, billed]))}")
+    seen = bottleneck.observe(job_name)
+    if figure:
+        try:
+            _plot(seen).savefig(figure, dpi=120)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"The figure cannot be written to {figure!r}: {error}.") from None
+    table = bottleneck.averages(seen).round(1)
+    print(f"\n{table.to_string(index=False, na_rep='-')}\n")
+    if seen.steps.empty:
+        print("No step lines ('step=... step_time_ms=...') in the log: averages are over all of it")
+    else:
+        known = {"Step time": "step_time_ms", "data wait": "data_wait_ms"}
+        medians = [
+            f"{name} {seen.steps[key].median():.1f} ms"
+            for name, key in known.items()
+            if key in seen.steps
+        ]
+        print(f"{', '.join(medians)} (medians; step lines: {len(seen.steps)})")
+    print(bottleneck.verdict(seen))
+    if figure:
+        print(f"Drawn in {figure}.")
+
+
+if __name__ == "__main__":
+    main()

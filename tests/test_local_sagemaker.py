@@ -280,9 +280,9 @@ def test_requirements_are_verified_and_never_installed(jobs: Jobs):
 
 def test_cores_are_shared_by_vcpus_on_one_scale(monkeypatch: pytest.MonkeyPatch):
     """A homogeneous job gets its own instance's share of the largest cluster, not the whole
-    machine.
+    machine. `LocalSageMaker.cores` says it before.
     """
-    from shared.local_sagemaker import cluster
+    from shared.local_sagemaker import LocalSageMaker, cluster
 
     def cores(count: int, groups: list[dict], scale: int) -> dict[str, list[int]]:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
@@ -297,3 +297,11 @@ def test_cores_are_shared_by_vcpus_on_one_scale(monkeypatch: pytest.MonkeyPatch)
     assert cores(22, both[1:], 44) == {"dnn": [4]}
     assert cores(2, both, 44) == {"data": [1], "dnn": [1]}  # at least one each
     assert cores(2, both[1:], 44) == {"dnn": [1]}
+
+    session = LocalSageMaker({"ml.c5.9xlarge": 1, "ml.p3.2xlarge": 1})
+    assert cores(22, both, 44) == {
+        "data": [session.cores("ml.c5.9xlarge")],
+        "dnn": [session.cores("ml.p3.2xlarge")],
+    }
+    with pytest.raises(ValueError, match="Name the largest cluster first"):
+        LocalSageMaker(None).cores("ml.c5.9xlarge")

@@ -1,7 +1,6 @@
 """Logs, step lines and status of training jobs, read from moto's CloudWatch Logs and SageMaker."""
 
 import json
-import math
 import re
 from datetime import datetime, timezone
 
@@ -24,10 +23,12 @@ def aws(monkeypatch):
         yield
 
 
-def write_log(job: str, host: str, lines: list[str], every_ms: int = 10, offset_ms: int = 0):
+def write_log(
+    job: str, host: str, lines: list[str], every_ms: int = 10, offset_ms: int = 0, start: int = 1700
+):
     """Write a host's log to the stream that SageMaker would write it to."""
     client = boto3.client("logs")
-    stream = {"logGroupName": LOG_GROUP, "logStreamName": f"{job}/{host}-1700000000"}
+    stream = {"logGroupName": LOG_GROUP, "logStreamName": f"{job}/{host}-{start}000000"}
     if not client.describe_log_groups()["logGroups"]:
         client.create_log_group(logGroupName=LOG_GROUP)
     client.create_log_stream(**stream)
@@ -129,6 +130,16 @@ def test_show_logs_leaves_out_start_up_and_shortens(capsys):
         monitoring.show_logs("job", group="gpu")
 
 
+def test_a_name_that_a_restart_gave_to_a_host_of_another_group_is_two_hosts(capsys):
+    write_log("job", "algo-1", ["host=algo-1 group=data_group instance_type=any", "interrupted"])
+    write_log(
+        "job", "algo-1", ["host=algo-1 group=dnn_group instance_type=any", "trains"], 10, 50, 1701
+    )
+    monitoring.show_logs("job", group="dnn_group")
+    shown = capsys.readouterr().out
+    assert "== dnn_group / algo-1 (2 lines)" in shown and "interrupted" not in shown
+
+
 def test_a_host_that_failed_during_start_up_shows_why(capsys):
     write_log("job", "algo-1", start_up("algo-1", "dnn_group")[:3] + ["No space left on device"])
     monitoring.show_logs("job")
@@ -164,6 +175,17 @@ def test_no_step_lines_is_a_clear_error():
     write_log("job", "algo-1", ["training finished after step 30: loss 0.1"])
     with pytest.raises(ValueError, match="'job' has no step lines"):
         monitoring.steps("job")
+
+
+def test_logged_is_the_median_over_all_hosts():
+    write_log("job", "algo-1", ["data_ms_per_sample=2.5 workers=8", "workers=4", "workers=none"])
+    write_log("job", "algo-2", ["dnn_workers=1 workers=6.", "lr=-1.5e-3,", "version=1.10.2"])
+    assert monitoring.logged("job", "workers") == 6
+    assert monitoring.logged("job", "data_ms_per_sample") == 2.5
+    assert monitoring.logged("job", "lr") == -0.0015
+    assert monitoring.logged("job", "version") == 1.10
+    with pytest.raises(ValueError, match="No host of training job 'job' has logged .* as loss="):
+        monitoring.logged("job", "loss")
 
 
 def test_metric_definitions_match_the_step_line():
@@ -235,25 +257,3 @@ def test_wait_raises_with_the_reason_of_a_failure():
     job.training_job_status, job.failure_reason = "Failed", "AlgorithmError: no data host is left"
     with pytest.raises(RuntimeError, match="'job' failed: AlgorithmError: no data host is left"):
         monitoring.wait("job")
-
-
-def test_utilisation_is_of_the_time_between_the_step_lines():
-    write_log("job", "algo-1", ["host=algo-1 group=dnn_group instance_type=any", *STEP_LINES], 1000)
-    write_log("job", "algo-2", ["host=algo-2 group=data_group instance_type=any"])
-    values = [("algo-1", "CPUUtilization", 2, 300), ("algo-1", "CPUUtilization", 2.5, 500)]
-    values += [("algo-1", "CPUUtilization", -300, 9000), ("algo-1", "GPUUtilization", 2, 750)]
-    for host, metric, seconds, value in values:
-        boto3.client("cloudwatch").put_metric_data(
-            Namespace="/aws/sagemaker/TrainingJobs",
-            MetricData=[
-                {
-                    "MetricName": metric,
-                    "Dimensions": [{"Name": "Host", "Value": f"job/{host}"}],
-                    "Timestamp": datetime.fromtimestamp(NOW / 1000 + seconds, timezone.utc),
-                    "Value": value,
-                }
-            ],
-        )
-    data, dnn = monitoring.utilisation("job").to_dict("records")
-    assert dnn == {"group": "dnn_group", "host": "algo-1", "busy vCPUs": 4.0, "busy GPUs": 7.5}
-    assert data["host"] == "algo-2" and math.isnan(data["busy vCPUs"])

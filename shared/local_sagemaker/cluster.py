@@ -101,12 +101,18 @@ def _ports_are_free(number: int) -> bool:
     return True
 
 
-def plan_hosts(groups: list[dict], scale_vcpus: int, number: int, folder: Path) -> list[Host]:
-    """Name the hosts and shares out this machine's cores by the instance types' vCPU ratio.
+def share_of_cores(instance_type: str, scale_vcpus: int) -> int:
+    """How many of this machine's cores an instance gets, where all of them stand for so many vCPUs:
+    its share of them, and at least one.
+    """
+    return max(1, len(os.sched_getaffinity(0)) * vcpus(instance_type) // scale_vcpus)
 
-    `scale_vcpus` is what the whole machine stands for: an instance gets cores x vcpus /
-    scale_vcpus, at least one. Hosts share cores only when there are fewer cores than hosts. Which
-    host is in which group is random, as on AWS.
+
+def plan_hosts(groups: list[dict], scale_vcpus: int, number: int, folder: Path) -> list[Host]:
+    """Name the hosts and share out this machine's cores by the instance types' vCPU ratio.
+
+    Hosts share cores only when there are fewer cores than hosts. Which host is in which group is
+    random, as on AWS.
     """
     available = sorted(os.sched_getaffinity(0))
     types = [
@@ -121,7 +127,7 @@ def plan_hosts(groups: list[dict], scale_vcpus: int, number: int, folder: Path) 
     hosts = []
     largest_first = sorted(zip(names, types, strict=True), key=lambda item: -vcpus(item[1][1]))
     for name, (group, instance_type) in largest_first:
-        share = max(1, len(available) * vcpus(instance_type) // scale_vcpus)
+        share = share_of_cores(instance_type, scale_vcpus)
         cores = sorted(sorted(available, key=lambda core: (load[core], core))[:share])
         for core in cores:
             load[core] += vcpus(instance_type) / len(cores)

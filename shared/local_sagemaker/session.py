@@ -45,6 +45,15 @@ class LocalSageMaker:
         else:
             self.stop()
 
+    def cores(self, instance_type: str) -> int:
+        """How many of this machine's cores an instance gets; on AWS it has its type's vCPUs.
+
+        Raises ValueError before the largest cluster is known, and for an unknown type.
+        """
+        if not self.scale_vcpus:
+            raise ValueError("Name the largest cluster first: local_sagemaker.start({type: count})")
+        return cluster.share_of_cores(instance_type, self.scale_vcpus)
+
     def stop(self) -> None:
         """Kill the jobs that still run and end the session; clients made in it stay unusable."""
         global _active

@@ -1,0 +1,219 @@
+"""How busy the hosts of a training job are, and what holds the job up.
+
+CloudWatch has the CPU and GPU utilisation of each host, DescribeTrainingJob the instance types of
+the groups, the log which host is in which group and how long the training waits for data. Only
+boto3 is used, so that it works alike on AWS and on the local SageMaker. There the time that a host
+gets on its cores stands for the vCPUs of its instance type: hosts that share a core, with each
+other or with other programs, cannot reach 100 %.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from math import isnan, nan
+from typing import Any
+
+import boto3
+import pandas as pd
+from botocore.exceptions import BotoCoreError, ClientError
+
+from shared import prices
+from shared.logs import hosts_of, logs, step_table
+
+# The name of each unit in CloudWatch, in prices.csv, and of the busy ones in our tables.
+UNITS = (("CPU", "vcpus", "busy vCPUs"), ("GPU", "gpus", "busy GPUs"))
+
+# SageMaker Debugger's rule CPUBottleneck has the same threshold ("cpu_threshold", default 90:
+# docs.aws.amazon.com/sagemaker/latest/dg/debugger-built-in-profiler-rules.html).
+LIMIT_PERCENT = 90
+LEAST_WAIT_PERCENT = 10  # our choice: whoever costs less of each step holds nobody up
+RULE = (
+    f"Bottleneck: an instance group's CPUs or GPUs that are at least {LIMIT_PERCENT} % busy, on "
+    "average from the first step line to the last.\nA group without step lines of its own counts "
+    f"only if the training waits for data for at least {LEAST_WAIT_PERCENT} % of the step time."
+)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What is known of a training job, all read at one time.
+
+    Attributes:
+        description: DescribeTrainingJob's response.
+        start: Time (UTC) of the first line of the log.
+        end: Time of the last one.
+        steps: As `logs.steps` returns it; empty if the log has no step line.
+        hosts: One row per host: group, host, instance type, and how many vcpus and gpus that has,
+            nan if prices.csv does not have the type.
+        busy: Number of busy ones over time (UTC), by (host, "CPU" or "GPU"); an empty series where
+            CloudWatch has no values.
+    """
+
+    description: dict[str, Any]
+    start: datetime
+    end: datetime
+    steps: pd.DataFrame
+    hosts: pd.DataFrame
+    busy: dict[tuple[str, str], pd.Series]
+
+
+def describe(job_name: str, session: boto3.Session | None = None) -> dict[str, Any]:
+    """Look a training job up; return DescribeTrainingJob's response.
+
+    Raises:
+        ValueError: there is no such job, or AWS cannot be asked; says where else to look.
+    """
+    try:
+        client = (session or boto3).client("sagemaker")
+        return client.describe_training_job(TrainingJobName=job_name)
+    except (BotoCoreError, ClientError) as error:
+        raise ValueError(
+            f"No training job {job_name!r} to be seen from here ({error}): check its name, the "
+            "region and the credentials; a local job is known only in the notebook that started "
+            "it: use %run -m there."
+        ) from None
+
+
+def observe(job_name: str, session: boto3.Session | None = None) -> Observed:
+    """Read what is known of a training job.
+
+    Raises:
+        ValueError: there is no such job, or it has no log (yet).
+    """
+    description, lines = describe(job_name, session), logs(job_name, session)
+    config = description["ResourceConfig"]
+    sizes = {price.instance_type: (price.vcpus or nan, price.gpus) for price in prices.load()}
+    groups = config.get("InstanceGroups") or []
+    types = {group["InstanceGroupName"]: group["InstanceType"] for group in groups}
+    hosts = []
+    for group, host in hosts_of(lines):
+        kind = types.get(group) or config.get("InstanceType") or "unknown"
+        vcpus, gpus = sizes.get(kind, (nan, nan))
+        size = {"instance type": kind, "vcpus": vcpus, "gpus": gpus}
+        hosts.append({"group": group, "host": host, **size})
+    client, start, end = (session or boto3).client("cloudwatch"), lines[0].time, lines[-1].time
+    busy = {
+        (row["host"], unit): _busy(client, f"{job_name}/{row['host']}", unit, start, end)
+        for row in hosts
+        for unit, *_ in UNITS
+    }
+    return Observed(description, start, end, step_table(lines), pd.DataFrame(hosts), busy)
+
+
+def _busy(client: Any, host: str, unit: str, start: datetime, end: datetime) -> pd.Series:
+    """Read how many vCPUs or GPUs of a host were busy; CloudWatch says 100 for each."""
+    for period in _periods(start, end):
+        points = client.get_metric_statistics(
+            Namespace="/aws/sagemaker/TrainingJobs",
+            MetricName=f"{unit}Utilization",
+            Dimensions=[{"Name": "Host", "Value": host}],
+            StartTime=start,
+            EndTime=end + timedelta(seconds=1),  # exclusive, and in whole seconds
+            Period=period,
+            Statistics=["Average"],
+        )["Datapoints"]
+        if points:
+            break
+    values = {point["Timestamp"]: point["Average"] / 100 for point in points}
+    return pd.Series(values, dtype=float).sort_index()
+
+
+def _periods(start: datetime, end: datetime) -> list[int]:
+    """List the periods, in seconds, to ask for one after the other until there are values.
+
+    The local SageMaker has one every two seconds, AWS one a minute. CloudWatch keeps those of less
+    than a minute for 3 hours, of a minute for 15 days, of five minutes for 63 days (source: API
+    reference of GetMetricStatistics).
+    """
+    age, seconds = datetime.now(timezone.utc) - start, (end - start).total_seconds()
+    most = 1400  # an answer has 1,440 values at most, and its start is rounded down
+    kept = 60 if age < timedelta(days=15) else 300 if age < timedelta(days=63) else 3600
+    short = [p for p in (1, 5, 10, 20, 30) if age < timedelta(hours=3) and seconds < p * most]
+    return [*short[:1], kept * (1 + int(seconds / kept) // most)]
+
+
+def utilisation(job_name: str, session: boto3.Session | None = None) -> pd.DataFrame:
+    """Look up how busy each host was on average, from the first step line to the last.
+
+    Without a step line it is the average over all of the log. On AWS CloudWatch has one value a
+    minute: too few for a job of a few minutes.
+
+    Returns:
+        One row per host: group, host, instance type, "CPU (%)" and "GPU (%)", where 100 is all of
+        the instance, and the numbers "busy vCPUs" and "busy GPUs". nan where CloudWatch has no
+        values; percentages also where prices.csv does not have the instance type. A column with
+        nothing else is left out.
+
+    Raises:
+        ValueError: there is no such job, or it has no log.
+    """
+    return averages(observe(job_name, session)).dropna(axis="columns", how="all")
+
+
+def averages(seen: Observed) -> pd.DataFrame:
+    """Compute the table that `utilisation` returns, with all its columns."""
+    table = seen.hosts[["group", "host", "instance type"]].copy()
+    for unit, count, name in UNITS:
+        mean = pd.Series([_average(seen.busy[host, unit], seen.steps) for host in table["host"]])
+        table[f"{unit} (%)"] = 100 * mean / seen.hosts[count].where(seen.hosts[count] > 0)
+        table[name] = mean
+    return table
+
+
+def _average(values: pd.Series, steps: pd.DataFrame) -> float:
+    """Average values over the time of the training."""
+    if values.empty or steps.empty:
+        return values.mean()
+    first, last = steps["time"].iloc[0], steps["time"].iloc[-1]
+    times = values.index.to_series()
+    length = timedelta(minutes=1) if len(values) == 1 else times.diff().min()
+    inside = values[(times >= first) & (times + length <= last)]
+    partly = values[(times > first - length) & (times <= last)]
+    return (partly if inside.empty else inside).mean()
+
+
+def wait_percent(steps: pd.DataFrame) -> float:
+    """Compute which part of the step time is waiting for data (medians); nan if not known."""
+    if "data_wait_ms" not in steps:
+        return nan
+    return 100 * steps["data_wait_ms"].median() / steps["step_time_ms"].median()
+
+
+def find(seen: Observed) -> dict[tuple[str, str], float]:
+    """Find the bottleneck by RULE: percent busy by (group, "CPU" or "GPU"); empty if none is."""
+    wait = wait_percent(seen.steps)
+    trainers = set() if seen.steps.empty else set(seen.steps["host"])
+    found = {}
+    for group, hosts in averages(seen).groupby("group"):
+        counts = isnan(wait) or wait >= LEAST_WAIT_PERCENT or trainers & set(hosts["host"])
+        for unit, *_ in UNITS:
+            percent = hosts[f"{unit} (%)"].mean()
+            if counts and percent >= LIMIT_PERCENT:
+                found[group, unit] = percent
+    return found
+
+
+def verdict(seen: Observed) -> str:
+    """Say in one or two sentences what holds the training up."""
+    wait, found = wait_percent(seen.steps), find(seen)
+    waits = "" if isnan(wait) else f"; the training waits for data for {wait:.0f} % of a step"
+    if averages(seen)[[name for *_, name in UNITS]].isna().all(axis=None):
+        return (
+            "Bottleneck: not known, as CloudWatch has no values of these hosts (on AWS they come "
+            f"once a minute, some minutes late){waits}."
+        )
+    unknown = seen.hosts["instance type"][seen.hosts["vcpus"].isna()].unique()
+    if found:
+        what = [f"the {unit}s of {group} ({p:.0f} % busy)" for (group, unit), p in found.items()]
+        text = f"Bottleneck: {' and '.join(what)}{waits}."
+    elif len(unknown):
+        text = f"Bottleneck: not known{waits}."
+    elif wait >= LEAST_WAIT_PERCENT:
+        text = (
+            f"Bottleneck: none of these CPUs and GPUs{waits}. Look at the network, the storage, "
+            "and the number of workers."
+        )
+    else:
+        text = f"Bottleneck: none{waits}."
+    if len(unknown):
+        text += f" Not judged: {', '.join(unknown)}, which is not in shared/prices.csv."
+    return text

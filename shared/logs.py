@@ -1,0 +1,200 @@
+"""The log of a training job: by instance group and host, and the numbers in it.
+
+SageMaker writes the output of every host of a training job to CloudWatch Logs, and names the hosts
+algo-1, algo-2, ... in an order that says nothing about their instance groups. This module reads
+those logs, finds each host's group in the host's own log, and turns the lines that the training
+script prints every N steps,
+
+    step=120 epoch=1 loss=0.1234 step_time_ms=12.34 data_wait_ms=4.56 samples_per_s=10372.1
+
+into a table. It uses nothing but boto3's `logs` client, so that it works alike on AWS and on the
+local SageMaker.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import zip_longest
+from statistics import median
+from typing import Any
+
+import boto3
+import pandas as pd
+
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+
+# Either of these in a host's log names its group: resourceconfig.json, which the SDK's start-up
+# script prints on every host, or the line with which our hetero.py introduces the host.
+_GROUP = re.compile(r'"current_group_name":\s*"([^"]+)"|\bhost=\S+ group=(\S+)')
+_STEP = re.compile(r"\bstep=\d+ .*\bstep_time_ms=")
+# The SDK's start-up script ends with one of these lines; bash traces (`+ cd ...`) go on after it.
+_SETUP_END = re.compile(r"(Executing command:|Running .+ [Dd]river)")
+_SETUP_NOISE = re.compile(r"(\++ |SM_\w+=|Executing command: |Training Container Execution Comp)")
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a training job's log."""
+
+    time: datetime
+    host: str
+    group: str
+    text: str
+
+
+def logs(job_name: str, session: boto3.Session | None = None) -> list[LogLine]:
+    """Read the whole log of a training job, all hosts, in order of time.
+
+    A host whose log does not say which instance group it is in gets the group "unknown".
+
+    Raises:
+        ValueError: the job has no log (yet).
+    """
+    client = (session or boto3).client("logs")
+    try:
+        streams = list(
+            _pages(client, "describe_log_streams", "logStreams", logStreamNamePrefix=f"{job_name}/")
+        )
+    except client.exceptions.ResourceNotFoundException:
+        streams = []  # the log group appears with the account's first training job
+    lines = []
+    for name in (stream["logStreamName"] for stream in streams):  # <job>/algo-1-<epoch>
+        host = name.rsplit("/", 1)[1].rsplit("-", 1)[0]
+        events = list(_pages(client, "filter_log_events", "events", logStreamNames=[name]))
+        named = (_GROUP.search(event["message"]) for event in events)
+        group = next((match[1] or match[2] for match in named if match), "unknown")
+        for event in events:
+            when = datetime.fromtimestamp(event["timestamp"] / 1000, timezone.utc)
+            lines.append(LogLine(when, host, group, event["message"].rstrip()))
+    if not lines:
+        raise ValueError(
+            f"There is no log of training job {job_name!r}: check the name and the region, "
+            "or wait until its hosts have started."
+        )
+    return sorted(lines, key=lambda line: line.time)  # stable: a host's lines keep their order
+
+
+def hosts_of(lines: list[LogLine]) -> list[tuple[str, str]]:
+    """List the (group, host) pairs of a log in order, algo-10 after algo-9."""
+    pairs = {(line.group, line.host) for line in lines}
+    return sorted(pairs, key=lambda pair: (pair[0], len(pair[1]), pair[1]))
+
+
+def _pages(client: Any, operation: str, key: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+    """Yield what is under `key` in every page of a CloudWatch Logs operation."""
+    for page in client.get_paginator(operation).paginate(logGroupName=LOG_GROUP, **arguments):
+        yield from page[key]
+
+
+def show_logs(
+    job_name: str,
+    group: str | None = None,
+    host: str | None = None,
+    last: int | None = 20,
+    side_by_side: bool = False,
+    skip_setup: bool = True,
+    session: boto3.Session | None = None,
+) -> None:
+    """Print a training job's log by instance group and host.
+
+    Args:
+        job_name: Name of the training job.
+        group: Only the hosts of this instance group.
+        host: Only this host (algo-1, ...).
+        last: So many lines of each host, the last ones; None prints all.
+        side_by_side: One column per host instead of one block per host.
+        skip_setup: Leave out what the SDK's start-up script prints before and around our code.
+        session: boto3 session to use instead of the default one.
+
+    Raises:
+        ValueError: the job has no log, or no such host or group.
+    """
+    read = logs(job_name, session)
+    names = hosts_of(read)
+    chosen = [name for name in names if group in (None, name[0]) and host in (None, name[1])]
+    if not chosen:
+        known = ", ".join(f"{host} in {group}" for group, host in names)
+        raise ValueError(
+            f"No host matches group={group!r}, host={host!r}; the log of {job_name!r} has {known}."
+        )
+    blocks = []
+    for group_name, host_name in chosen:
+        lines = [line for line in read if (line.group, line.host) == (group_name, host_name)]
+        lines = _without_setup(lines) if skip_setup else lines
+        shown = lines[-last:] if last else lines
+        of_all = f"last {len(shown)} of " if len(shown) < len(lines) else ""
+        title = f"== {group_name} / {host_name} ({of_all}{len(lines)} lines)"
+        blocks.append([title] + [f"{line.time:%H:%M:%S} {line.text}" for line in shown])
+    if side_by_side:
+        _print_columns(blocks)
+    else:
+        for block in blocks:
+            for text in block:
+                print(text if len(text) <= 140 else text[:139] + "…")
+
+
+def _without_setup(lines: list[LogLine]) -> list[LogLine]:
+    """Drop the start-up script's lines; a host that failed during start-up keeps its messages."""
+    ends = [i for i, line in enumerate(lines) if _SETUP_END.match(line.text)]
+    start = ends[0] + 1 if ends else 0
+    return [line for line in lines[start:] if not _SETUP_NOISE.match(line.text)]
+
+
+def _print_columns(blocks: list[list[str]], total_width: int = 160) -> None:
+    """Print blocks of text next to each other, wrapped to equal columns."""
+    width = total_width // len(blocks) - 2
+    columns = [[part for text in block for part in textwrap.wrap(text, width)] for block in blocks]
+    for row in zip_longest(*columns, fillvalue=""):
+        print("  ".join(cell.ljust(width) for cell in row).rstrip())
+
+
+def steps(job_name: str, session: boto3.Session | None = None) -> pd.DataFrame:
+    """Collect the step lines of a training job's log.
+
+    Returns:
+        One row per step line, in order of time: time (UTC), host, and a numeric column for every
+        key of the line, such as step, epoch, loss, step_time_ms, data_wait_ms, samples_per_s.
+
+    Raises:
+        ValueError: the job has no log, or no step line in it.
+    """
+    table = step_table(logs(job_name, session))
+    if table.empty:
+        raise ValueError(
+            f"The log of training job {job_name!r} has no step lines ('step=... step_time_ms=...'):"
+            f" did training start? See show_logs({job_name!r})."
+        )
+    return table
+
+
+def step_table(lines: list[LogLine]) -> pd.DataFrame:
+    """Collect the step lines among `lines`, as `steps` does; an empty table if there is none."""
+    rows = [
+        {"time": line.time, "host": line.host, **dict(re.findall(r"(\w+)=(\S+)", line.text))}
+        for line in lines
+        if _STEP.search(line.text)
+    ]
+    if not rows:
+        return pd.DataFrame()
+    table = pd.DataFrame(rows)
+    keys = table.columns.drop(["time", "host"])
+    return table.astype({key: float for key in keys}).astype({"step": int})
+
+
+def logged(job_name: str, key: str, session: boto3.Session | None = None) -> float:
+    """Return the median of a number that a job's hosts have logged as key=number.
+
+    Raises:
+        ValueError: the job has no log, or nothing of that kind in it.
+    """
+    number = re.compile(rf"\b{re.escape(key)}=([-+]?\d*\.?\d+(?:[eE][-+]?\d+)?)")
+    found = [number.search(line.text) for line in logs(job_name, session)]
+    values = [float(match[1]) for match in found if match]
+    if not values:
+        raise ValueError(
+            f"No host of training job {job_name!r} has logged a number as {key}=...: "
+            f"see show_logs({job_name!r})."
+        )
+    return median(values)

@@ -1,0 +1,327 @@
+"""What a training job that waits for its CPUs would do with more of them: one formula.
+
+    step time = max(CPU work / (cores x speed, added up over the hosts that prepare data),
+                    accelerator floor,
+                    data of a step / network)
+
+CPU work is what keeps the cores of the measured, homogeneous job for one step: step time x cores,
+in core-ms. (Cores are vCPUs on AWS.) The formula is for jobs whose CPUs are the limit, and assumes
+that other hosts' cores are kept as busy as the measured ones. The accelerator floor is the step
+time without data, which --data-mode synthetic measures. Network is Gbit/s of the training or of the
+data hosts, whichever is less; all of the data is taken to travel. There are two bounds:
+
+    at least: the training hosts go on preparing data beside the data hosts, as the TensorFlow
+              example's do. CPU work includes what the training itself needs of the CPUs.
+    at most:  the data hosts alone prepare data, as in the PyTorch example. CPU work is then without
+              the share of the CPU time that the training takes, if the use without data is known.
+
+Speed is the ratio of the processors' sustained clocks in cores.csv, which are AWS's figures
+(ProcessorInfo.SustainedClockSpeedInGhz of EC2's DescribeInstanceTypes), and 1 where one of them is
+not known. The work done per clock cycle differs by generation and is left out. Nothing is fitted.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import inf, isfinite, isnan, nan
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from shared import prices
+
+if TYPE_CHECKING:
+    import boto3
+
+NEAR_PERCENT = 5  # dearer than the cheapest that is as fast: still near the frontier
+MOST_DATA_HOSTS = 8
+DATA_HOSTS = r"ml\.[cmr]\d"  # AWS's names of families for computing, for all purposes, with memory
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A homogeneous job; nan is what is not known.
+
+    Attributes:
+        instance_type: Of the instances that train, such as "ml.p4d.24xlarge".
+        step_ms: Time of one step, waiting for data included.
+        count: Number of these instances.
+        accelerator_ms: Step time without data.
+        cpu_percent: How busy the CPUs were; all of all hosts together are 100.
+        gpu_percent: How busy the GPUs were, likewise.
+        training_cpu_percent: How busy the CPUs were without data, likewise.
+        mb_per_step: Prepared data of one step, all ranks together, in megabytes.
+        source: Where the numbers are from, for the reader.
+
+    Raises:
+        ValueError: the numbers cannot be.
+    """
+
+    instance_type: str
+    step_ms: float
+    count: int = 1
+    accelerator_ms: float = nan
+    cpu_percent: float = nan
+    gpu_percent: float = nan
+    training_cpu_percent: float = nan
+    mb_per_step: float = nan
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        positive("step_ms", self.step_ms)
+        positive("count", self.count)
+        for name in ("accelerator_ms", "mb_per_step"):
+            if not isnan(getattr(self, name)):
+                positive(name, getattr(self, name))
+        for name in ("cpu_percent", "gpu_percent", "training_cpu_percent"):
+            value = getattr(self, name)
+            if not (isnan(value) or 0 <= value <= 100):
+                raise ValueError(
+                    f"{name} is {value:g}, but must be from 0 to 100: all vCPUs (or GPUs) together "
+                    "are 100, where CloudWatch has 100 for each."
+                )
+        if self.accelerator_ms > self.step_ms:
+            raise ValueError(
+                f"accelerator_ms ({self.accelerator_ms:g}) is above step_ms ({self.step_ms:g}): "
+                "without data a step cannot take longer. Are they swapped, or of different jobs?"
+            )
+
+    @property
+    def floor_ms(self) -> float:
+        """The accelerator floor; without a measured one, the time in which the GPUs were busy."""
+        if isnan(self.accelerator_ms):
+            return self.step_ms * self.gpu_percent / 100
+        return self.accelerator_ms
+
+    @property
+    def training_share(self) -> float:
+        """What the training itself takes of the CPU time of a step; 0 if it is not known."""
+        used = self.accelerator_ms * self.training_cpu_percent
+        in_all = self.step_ms * (100 if isnan(self.cpu_percent) else self.cpu_percent)
+        return 0.0 if isnan(used) or not in_all else min(1.0, used / in_all)
+
+    def cpu_work(self, cores: int) -> tuple[float, float]:
+        """CPU work in core-ms on instances of so many cores: all of it, and that on data."""
+        work = self.step_ms * self.count * cores
+        return work, work * (1 - self.training_share)
+
+
+def positive(name: str, value: float) -> None:
+    """Raise ValueError unless `value` is a positive number."""
+    if not (isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value:g}, but must be a positive number.")
+
+
+def instance_types(
+    instance_type: str,
+    region: str = "us-east-1",
+    as_of: str | None = None,
+    cores: Mapping[str, int] | None = None,
+) -> pd.DataFrame:
+    """Collect what is known of the instance types that have a price.
+
+    Args:
+        instance_type: The one that trains.
+        region: Where the prices are from.
+        as_of: ISO date of the prices, instead of the newest ones.
+        cores: For jobs of the local SageMaker, whose hosts do not have the vCPUs of their types:
+            {instance type: cores here}. Only these types are there then, and equally fast.
+
+    Returns:
+        One row per type: what `prices.Price` has, and cores, ghz, and speed, which is relative to
+        `instance_type`.
+
+    Raises:
+        ValueError: it has no price, no GPU, or nobody says how many vCPUs.
+    """
+    newest = {}
+    for name in {price.instance_type for price in prices.load() if price.region == region}:
+        with contextlib.suppress(ValueError):  # not yet priced on that day
+            newest[name] = prices.find(name, region, as_of)
+    for name in (instance_type, *(cores or {})):
+        newest[name] = prices.find(name, region, as_of)  # its error says what is known
+    types = pd.DataFrame(map(asdict, newest.values())).set_index("instance_type").sort_index()
+    if types["gpus"][instance_type] == 0:
+        raise ValueError(
+            f"{instance_type} has no GPU, but the question is whether accelerators wait for CPUs: "
+            "give the instance type that trains."
+        )
+    if types["vcpus"][instance_type] == 0:
+        raise ValueError(f"AWS's price list does not say how many vCPUs {instance_type} has.")
+    if cores is not None:
+        if instance_type not in cores:
+            raise ValueError(f"How many cores {instance_type} has here is not given, but others'.")
+        return types.loc[list(cores)].assign(cores=list(cores.values()), ghz=nan, speed=1.0)
+    clocks = pd.read_csv(Path(__file__).with_name("cores.csv"), index_col="instances")["ghz"]
+    names = types.index.str.removeprefix("ml.")
+    ghz = [clocks.get(name, clocks.get(name.split(".")[0], nan)) for name in names]
+    types = types.assign(cores=types["vcpus"], ghz=ghz)
+    speed = (types["ghz"] / types["ghz"][instance_type]).fillna(1.0)
+    return types.assign(speed=speed.round(3))  # as printed, so that it can be recomputed
+
+
+def predict(measured: Measured, types: pd.DataFrame, data_hosts_only: bool = False) -> pd.DataFrame:
+    """Apply the formula to larger instances of the family and to all kinds of data hosts.
+
+    Args:
+        measured: The homogeneous job.
+        types: From `instance_types`.
+        data_hosts_only: Take the upper bound for the step time, else the lower one.
+
+    Returns:
+        One row per cluster, the measured one first. Of each type of data hosts there are as many
+        rows as each further host makes it faster, up to MOST_DATA_HOSTS.
+    """
+    trainer = types.loc[measured.instance_type]
+    own_cores = measured.count * trainer["cores"]
+    work, data_work = measured.cpu_work(trainer["cores"])
+    floor = 0.0 if isnan(measured.floor_ms) else measured.floor_ms
+    megabits = 0.0 if isnan(measured.mb_per_step) else 8 * measured.mb_per_step
+
+    def row(kind: str, instances: dict[str, int], capacity: str, low: float, high: float) -> dict:
+        return {
+            "instances": " + ".join(f"{n} x {name}" for name, n in instances.items()),
+            "kind": kind,
+            "data hosts": sum(instances.values()) - measured.count,
+            "cores x speed": capacity,
+            "step time (ms)": high if data_hosts_only else low,
+            "at least (ms)": low,
+            "at most (ms)": high,
+            "USD per hour": sum(types["usd_per_hour"][name] * n for name, n in instances.items()),
+        }
+
+    trainers, step = {measured.instance_type: measured.count}, measured.step_ms
+    own = f"{measured.count} x {trainer['cores']}"
+    rows = [row("measured", trainers, own, step, step)]
+    family = measured.instance_type.rsplit(".", 1)[0] + "."
+    larger = (types["gpus"] == trainer["gpus"]) & (types["cores"] > trainer["cores"])
+    for name, kind in types[types.index.str.startswith(family) & larger].iterrows():
+        step = max(work / (measured.count * kind["cores"] * kind["speed"]), floor)
+        capacity = f"{measured.count} x {kind['cores']} x {kind['speed']:.3f}"
+        rows.append(row("scale up", {name: measured.count}, capacity, step, step))
+    for name, kind in types[types.index.str.match(DATA_HOSTS) & (types["cores"] > 0)].iterrows():
+        before = inf
+        for n in range(1, MOST_DATA_HOSTS + 1):
+            data_cores = n * kind["cores"] * kind["speed"]
+            gbps = min(measured.count * trainer["network_gbps"], n * kind["network_gbps"])
+            limit = max(floor, megabits / gbps)  # Mbit / Gbit/s = ms
+            low = max(work / (own_cores + data_cores), limit)
+            high = max(data_work / data_cores, limit)
+            step = high if data_hosts_only else low
+            if step >= before:
+                break
+            before = step
+            capacity = f"{own} + {n} x {kind['cores']} x {kind['speed']:.3f}"
+            rows.append(row("heterogeneous", {**trainers, name: n}, capacity, low, high))
+    table = pd.DataFrame(rows)
+    cost = table["USD per hour"] / 3600 * table["step time (ms)"]  # ms * 1,000 steps = s
+    table["USD per 1,000 steps"] = cost
+    table["improvement (%)"] = 100 * (1 - cost / cost[0])
+    table["frontier"] = _frontier(table["step time (ms)"], cost)
+    return table
+
+
+def _frontier(step: pd.Series, cost: pd.Series) -> list[str]:
+    """Say of each cluster whether none that is as fast is cheaper: "yes", "near", or ""."""
+    dearer = [c / cost[step <= s * (1 + 1e-9)].min() - 1 for s, c in zip(step, cost, strict=True)]
+    return ["yes" if d < 1e-9 else "near" if 100 * d <= NEAR_PERCENT else "" for d in dearer]
+
+
+def needing(
+    instance_type: str,
+    vcpus_per_gpu: float,
+    accelerator_ms: float = nan,
+    count: int = 1,
+    region: str = "us-east-1",
+    as_of: str | None = None,
+) -> Measured:
+    """Derive the step time of a job whose need of vCPUs for each busy GPU is known.
+
+    Args:
+        instance_type: The one that trains.
+        vcpus_per_gpu: So many vCPUs prepare as much data as one GPU takes.
+        accelerator_ms: Step time without data; not known, it is 100, to read times as percent.
+        count: Number of these instances.
+        region: As in `instance_types`.
+        as_of: As in `instance_types`.
+
+    Raises:
+        ValueError: as `instance_types`, or a number is not positive.
+    """
+    positive("vcpus_per_gpu", vcpus_per_gpu)
+    positive("count", count)
+    host = instance_types(instance_type, region, as_of).loc[instance_type]
+    has, needed = count * host["vcpus"], count * host["gpus"] * vcpus_per_gpu
+    short, enough = max(0, needed - has), min(1, has / needed)
+    source = (
+        f"{vcpus_per_gpu:g} vCPUs x {count * host['gpus']} GPUs = {needed:g} vCPUs needed, {has} "
+        f"there, {short:g} short ({short / needed:.0%}): GPUs busy for {enough:.0%} of the time"
+    )
+    if isnan(accelerator_ms):
+        accelerator_ms = 100.0
+        source += "; with 100 ms for a step without data, times are percent"
+    cpu_percent = min(100, 100 * needed / has)
+    step_ms = accelerator_ms / enough
+    return Measured(instance_type, step_ms, count, accelerator_ms, cpu_percent, source=source)
+
+
+def measure(
+    job_name: str, synthetic_job: str | None = None, session: "boto3.Session | None" = None
+) -> Measured:
+    """Read a homogeneous training job's numbers: times from its log, utilisation from CloudWatch.
+
+    Args:
+        job_name: A homogeneous job that has ended. Its step time is the median of its step lines.
+        synthetic_job: The same job with --data-mode synthetic, for the accelerator floor.
+        session: boto3 session to use instead of the default one.
+
+    Raises:
+        ValueError: there is no such job, it runs, it failed, it is heterogeneous, or has no steps.
+    """
+    group, step_ms, use = _read_job(job_name, session)
+    accelerator_ms, without_data, source = nan, {"CPU": nan}, f"Job {job_name}"
+    if synthetic_job:
+        other, accelerator_ms, without_data = _read_job(synthetic_job, session)
+        if other != group:
+            raise ValueError(f"{job_name!r} ran on {group}, but {synthetic_job!r} on {other}.")
+        if step_ms < accelerator_ms < 1.05 * step_ms:  # an accelerator-bound job, and noise
+            accelerator_ms = step_ms
+        source += f"; without data, job {synthetic_job}"
+    instance_type, count = group
+    return Measured(
+        instance_type,
+        step_ms,
+        count,
+        accelerator_ms,
+        use["CPU"],
+        use["GPU"],
+        without_data["CPU"],
+        source=source,
+    )
+
+
+def _read_job(
+    name: str, session: "boto3.Session | None"
+) -> tuple[tuple[str, int], float, dict[str, float]]:
+    """Instance type and count, median step time in ms, and percent of CPUs and GPUs in use."""
+    from shared import costs, monitoring  # not above: they take longer to import than all else
+
+    job = monitoring.describe(name, session)
+    status = job["TrainingJobStatus"]
+    if status not in ("Completed", "Stopped"):
+        raise ValueError(f"Training job {name!r} is {status}: give one that has run to its end.")
+    instances = costs.instances_of(job["ResourceConfig"])
+    if len(instances) > 1:
+        raise ValueError(
+            f"Training job {name!r} is heterogeneous already ({', '.join(instances)}): give the "
+            "homogeneous one, whose data is prepared on the instances that train."
+        )
+    ((instance_type, count),) = instances.items()
+    step_ms = float(monitoring.steps(name, session)["step_time_ms"].median())
+    table = monitoring.utilisation(name, session)
+    use = {unit: nan for unit in ("CPU", "GPU")}
+    for unit in use:
+        if f"{unit} (%)" in table and table[f"{unit} (%)"].notna().all():
+            use[unit] = min(100.0, float(table[f"{unit} (%)"].mean()))  # hosts are of one type
+    return (instance_type, count), step_ms, use

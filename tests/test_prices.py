@@ -1,0 +1,282 @@
+"""Prices: the snapshot, the look-up, and the refresh from recorded shapes of AWS's price list."""
+
+import json
+import math
+from datetime import date
+
+import boto3
+import pytest
+from botocore.stub import Stubber
+
+from shared import costs, prices
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A user's cache of our own, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "sagemaker-heterogeneous-clusters"
+
+
+def test_every_price_of_the_snapshot_is_complete_and_appears_once():
+    rows = prices.load()
+    assert len({(row.instance_type, row.region, row.as_of) for row in rows}) == len(rows) > 100
+    for row in rows:
+        assert row.usd_per_hour > 0 and row.vcpus > 0 and row.memory_gib > 0
+        assert row.network_gbps >= 10 and bool(row.gpus) == bool(row.gpu)
+        assert len(row.source) > 20 and date.fromisoformat(row.as_of) >= date(2022, 10, 27)
+
+
+def test_the_snapshot_has_only_types_that_training_jobs_may_use():
+    model = boto3.client("sagemaker", region_name="us-east-1").meta.service_model
+    allowed = set(model.shape_for("TrainingInstanceType").enum)
+    assert {row.instance_type for row in prices.load()} <= allowed
+
+
+def test_an_instance_type_has_the_same_hardware_in_every_row():
+    rows = prices.load()
+    hardware = {
+        (row.instance_type, row.vcpus, row.gpus, row.gpu, row.memory_gib, row.network_gbps)
+        for row in rows
+    }
+    assert len(hardware) == len({row.instance_type for row in rows})
+
+
+@pytest.mark.parametrize(
+    "instance_type, hardware",  # from AWS's pages on EC2 instance types
+    [
+        ("ml.p4d.24xlarge", (96, 8, "A100", 1152, 400)),
+        ("ml.p3.2xlarge", (8, 1, "V100", 61, 10)),
+        ("ml.g5.16xlarge", (64, 1, "A10G", 256, 25)),
+        ("ml.c5.18xlarge", (72, 0, "", 144, 25)),
+    ],
+)
+def test_hardware(instance_type, hardware):
+    row = prices.find(instance_type)
+    assert (row.vcpus, row.gpus, row.gpu, row.memory_gib, row.network_gbps) == hardware
+
+
+def test_newest_price_is_the_default_and_a_date_picks_an_older_one():
+    assert costs.price_per_hour("ml.p4d.24xlarge") == 25.2512883
+    assert costs.price_per_hour("ml.p4d.24xlarge", as_of="2026-04-20") == 37.688
+    assert costs.price_per_hour("ml.p4d.24xlarge", as_of="2026-04-21") == 25.2512883
+    assert costs.price_per_hour("ml.p4d.24xlarge", "ap-south-1") == 30.29606
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (
+            ("ml.x9.large",),
+            r"No price of 'ml\.x9\.large' is known, only of the families ml\.c5, .*ml\.p5: "
+            r"shared\.costs\.refresh_prices\('us-east-1'\), or python -m shared\.costs --refresh",
+        ),
+        (
+            ("ml.g5.3xlarge",),
+            r"'ml\.g5\.3xlarge' is known, only of ml\.g5\.xlarge, .*, ml\.g5\.48xlarge: ",
+        ),
+        (("ml.p3.2xlarge", "eu-west-9"), r"in region 'eu-west-9' is known, only in us-east-1: "),
+        (("ml.p3.2xlarge", "us-east-1", "2020-01-01"), r"as of 2020-01-01 .* first: 2022-10-27"),
+        (("ml.p3.2xlarge", "us-east-1", "last year"), r"as_of is 'last year', but must be a date"),
+    ],
+)
+def test_a_price_that_is_not_known_is_a_clear_error(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        costs.price_per_hour(*arguments)
+
+
+def product(usage_type: str, usd: str | None, unit: str = "Hrs", **attributes: str) -> str:
+    """A product as GetProducts returns it: JSON in a string.
+
+    Attributes, usage types and terms as in public programs that read AmazonSageMaker's price list
+    (vantage-sh/ec2instances.info sagemaker.py, for one) and as the API reference has them.
+    """
+    dimension = {
+        "unit": unit,
+        "endRange": "Inf",
+        "beginRange": "0",
+        "description": f"{usd} per {usage_type}",
+        "appliesTo": [],
+        "rateCode": "SKU.JRTCKXETXF.6YS6EN2CT7",
+        "pricePerUnit": {"USD": usd},
+    }
+    term = {
+        "priceDimensions": {"SKU.JRTCKXETXF.6YS6EN2CT7": dimension},
+        "sku": "SKU",
+        "effectiveDate": "2026-11-01T00:00:00Z",
+        "offerTermCode": "JRTCKXETXF",
+        "termAttributes": {},
+    }
+    instance_type = usage_type.rpartition(":")[2]
+    return json.dumps(
+        {
+            "product": {
+                "productFamily": "ML Instance",
+                "attributes": {
+                    "instanceName": instance_type,
+                    "instanceType": f"{instance_type}-Training",
+                    "component": "Training",
+                    "operation": "RunInstance",
+                    "usagetype": usage_type,
+                    "regionCode": "eu-west-1",
+                    "location": "EU (Ireland)",
+                    "locationType": "AWS Region",
+                    "servicecode": "AmazonSageMaker",
+                    "servicename": "Amazon SageMaker",
+                    "vCpu": "16",
+                    "gpu": "N/A",
+                    "physicalGpu": "N/A",
+                    "gpuMemory": "N/A",
+                    "memory": "32 GiB",
+                    "networkPerformance": "Up to 10 Gigabit",
+                    **attributes,
+                },
+                "sku": "SKU",
+            },
+            "serviceCode": "AmazonSageMaker",
+            "terms": {"OnDemand": {"SKU.JRTCKXETXF": term}} if usd else {},
+            "version": "20261119000000",
+            "publicationDate": "2026-11-19T00:00:00Z",
+        }
+    )
+
+
+def refresh(*pages: list[str], region: str = "eu-west-1") -> list[prices.Price]:
+    """Call `refresh_prices` with an AWS that answers with these pages of products."""
+    session = boto3.Session("key", "secret")
+    client = session.client("pricing", region_name="us-east-1")
+    clients = {("pricing", "us-east-1"): client}  # the API answers in few regions only
+    session.client = lambda service, region_name: clients[service, region_name]
+    request = {
+        "ServiceCode": "AmazonSageMaker",
+        "Filters": [
+            {"Type": "TERM_MATCH", "Field": "regionCode", "Value": region},
+            {"Type": "TERM_MATCH", "Field": "component", "Value": "Training"},
+        ],
+    }
+    with Stubber(client) as aws:
+        for i, page in enumerate(pages):
+            more = {"NextToken": f"page {i + 1}"} if i + 1 < len(pages) else {}
+            token = {"NextToken": f"page {i}"} if i else {}
+            aws.add_response("get_products", {"PriceList": page, **more}, {**request, **token})
+        found = costs.refresh_prices(region, session)
+        aws.assert_no_pending_responses()
+    return found
+
+
+def test_refresh_reads_all_pages_and_passes_over_what_is_no_price_of_training(cache):
+    found = refresh(
+        [
+            product("EU-Train:ml.c5.4xlarge", "0.9220000000"),
+            product("EU-TrSpt:ml.c5.9xlarge", "0.5000000000"),
+            product("EU-Host:ml.c5.9xlarge", "2.0740000000", component="Hosting"),
+        ],
+        [
+            product("EU-TrainingPlanUpfrontFee:ml.p4d.24xlarge", "13.57", unit="Quantity"),
+            product("EU-Train:ml.c5.18xlarge", None),
+            product("EU-Train:ml.c5.2xlarge", "7", unit="Quantity"),
+            product("EU-Train:ml.m.xlarge-TrainingParent", "0.0000000000"),
+        ],
+        [
+            product(
+                "EU-Train:ml.p6-b200.48xlarge",
+                "150.5",
+                vCpu="192",
+                gpu="8",
+                physicalGpu="B200",
+                memory="2,048 GiB",
+                networkPerformance="8x 400 Gigabit",
+            ),
+            product("EU-Train:ml.g5.xlarge", "1.575", vCpu="N/A", networkPerformance="High"),
+        ],
+    )
+    kept = {price.instance_type: price for price in prices.load() if price.region == "eu-west-1"}
+    assert list(kept.values()) == found
+    assert list(kept) == ["ml.c5.4xlarge", "ml.p6-b200.48xlarge", "ml.g5.xlarge"]
+    new = kept["ml.p6-b200.48xlarge"]
+    assert (new.usd_per_hour, new.vcpus, new.gpus, new.gpu) == (150.5, 192, 8, "B200")
+    assert (new.memory_gib, new.network_gbps) == (2048, 3200)
+    assert new.source == "AWS Price List API" and len(new.as_of) == len("2026-11-21")
+    known = kept["ml.g5.xlarge"]  # what it has is better known to prices.csv
+    assert (known.vcpus, known.gpus, known.gpu, known.network_gbps) == (4, 1, "A10G", 10)
+    assert costs.price_per_hour("ml.c5.4xlarge", "eu-west-1") == 0.922
+    assert [path.name for path in cache.iterdir()] == ["prices-eu-west-1.csv"]
+    header = (cache / "prices-eu-west-1.csv").read_text().splitlines()[0]
+    assert header == prices.SNAPSHOT.read_text().splitlines()[0]
+
+
+def test_a_refreshed_price_is_preferred_and_an_older_one_still_known():
+    assert costs.price_per_hour("ml.g5.xlarge") == 1.408
+    refresh([product("USE1-Train:ml.g5.xlarge", "1.3")], region="us-east-1")
+    assert costs.price_per_hour("ml.g5.xlarge") == 1.3
+    assert costs.price_per_hour("ml.g5.xlarge", as_of="2026-04-21") == 1.408
+    refresh([product("USE1-Train:ml.g5.xlarge", "1.2")], region="us-east-1")
+    assert costs.price_per_hour("ml.g5.xlarge") == 1.2
+
+
+def test_of_two_prices_of_one_day_the_refreshed_one_is_taken(cache):
+    (price,) = refresh([product("USE1-Train:ml.g5.xlarge", "1.3")], region="us-east-1")
+    file = cache / "prices-us-east-1.csv"
+    file.write_text(file.read_text().replace(price.as_of, "2026-04-21"))
+    assert costs.price_per_hour("ml.g5.xlarge") == 1.3
+    file.write_text(file.read_text().replace("2026-04-21", "2026-04-20"))
+    assert costs.price_per_hour("ml.g5.xlarge") == 1.408
+
+
+def test_hardware_that_aws_does_not_say_is_unknown():
+    (price,) = refresh(
+        [
+            product(
+                "EU-Train:ml.new1.large",
+                "1",
+                vCpu="N/A",
+                memory="N/A",
+                networkPerformance="High",
+            )
+        ]
+    )
+    assert (price.vcpus, price.gpus, price.gpu) == (0, 0, "")
+    assert math.isnan(price.memory_gib) and math.isnan(price.network_gbps)
+    assert math.isnan(prices.find("ml.new1.large", "eu-west-1").network_gbps)
+
+
+@pytest.mark.parametrize(
+    "products, sentence",
+    [
+        (["{no JSON"], r"has a product that cannot be read .*so nothing was kept: \{no JSON"),
+        ([json.dumps({"products": 1})], r"cannot be read \(KeyError: 'product'\)"),
+        ([product("EU-Train:ml.c5.4xlarge", "free")], r"cannot be read \(ValueError: .*'free'\)"),
+        (
+            [product("EU-Train:ml.c5.4xlarge", "1"), product("EU-Train:ml.c5.4xlarge", "2")],
+            r"has two prices of ml\.c5\.4xlarge, 1\.0 and 2\.0 USD per hour, so nothing was kept",
+        ),
+        ([], r"has no training prices of region 'eu-west-1': is it a region"),
+    ],
+)
+def test_an_answer_of_no_use_is_a_clear_error_and_keeps_what_there_was(cache, products, sentence):
+    refresh([product("EU-Train:ml.c5.4xlarge", "0.5")])
+    with pytest.raises(ValueError, match=sentence):
+        refresh([product("EU-Train:ml.c5.9xlarge", "0.9"), *products] if products else [])
+    assert costs.price_per_hour("ml.c5.4xlarge", "eu-west-1") == 0.5
+    assert [path.name for path in cache.iterdir()] == ["prices-eu-west-1.csv"]
+
+
+def test_a_spoilt_file_of_prices_is_a_clear_error(cache):
+    refresh([product("EU-Train:ml.c5.4xlarge", "0.5")])
+    file = cache / "prices-eu-west-1.csv"
+    file.write_text(file.read_text().replace("0.5", "a lot"))
+    with pytest.raises(ValueError, match=r"prices-eu-west-1\.csv is not a file of prices .*delete"):
+        prices.load()
+
+
+def test_the_command_refreshes_and_says_where_the_prices_are(cache, monkeypatch, capsys):
+    client = boto3.Session("key", "secret").client("pricing", region_name="us-east-1")
+    monkeypatch.setattr(boto3.Session, "client", lambda *_, **__: client)
+    with Stubber(client) as aws:
+        aws.add_response("get_products", {"PriceList": [product("EU-Train:ml.c5.4xlarge", "1")]})
+        assert costs.main(["--refresh", "eu-west-1"]) == 0
+        aws.add_client_error("get_products", "AccessDeniedException", "not authorized")
+        assert costs.main(["--refresh", "eu-west-1"]) == 2
+    said = capsys.readouterr()
+    assert said.out == f"1 training prices of eu-west-1 are now in {cache}/prices-eu-west-1.csv.\n"
+    assert said.err.startswith("AWS: ") and "not authorized" in said.err
