@@ -1,0 +1,42 @@
+"""Every link within the repository, in Markdown files and notebooks, leads to something."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    page
+    for pattern in ("*.md", "benchmarks/*.md", "*.sagemaker/*.md", "*.sagemaker/*.ipynb")
+    for page in sorted(ROOT.glob(pattern))
+]
+
+
+def text_of(page: Path) -> str:
+    """The page's Markdown, without its blocks of code."""
+    text = page.read_text()
+    if page.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_something(page: Path):
+    links = re.findall(r"\]\(([^)\s]+)\)", text_of(page))
+    assert links or page != ROOT / "README.md"
+    for link in links:
+        path, _, anchor = link.partition("#")
+        if re.match(r"\w+:", link):
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
