@@ -14,7 +14,9 @@ from jobs import Jobs
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 EXAMPLE = Path(__file__).parent.parent / "pt.grpc.sagemaker"
-LAUNCHER, V3, V2 = re.findall(r"```python\n(.*?)```", (EXAMPLE / "README.md").read_text(), re.S)
+LAUNCHER, V3, V2, *LOADER = re.findall(
+    r"```python\n(.*?)```", (EXAMPLE / "README.md").read_text(), re.S
+)
 SDK_V2 = Path(sys.prefix) / "sdk-v2"  # put there by scripts/setup.sh
 TOY_SCRIPTS = {
     "serve.py": "import time\nprint('serving', flush=True)\ntime.sleep(100)",
@@ -38,7 +40,34 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_to_be_copied_is_short():
     for job in (V3, V2):
-        assert len([line for line in (LAUNCHER + job).splitlines() if line.strip()]) < 30
+        assert count_lines(LAUNCHER, job) < 30
+
+
+def count_lines(*texts: str) -> int:
+    return len([line for line in "".join(texts).splitlines() if line.strip()])
+
+
+def test_lines_for_the_loader(jobs: Jobs):
+    """In a job with a Dataset and a training step of somebody's own."""
+    assert len(LOADER) == 3 and count_lines(*LOADER) < 30
+    files = {path.name: path.read_text() for path in (EXAMPLE / "code").iterdir()}
+    needed = ["hetero.py", "pulse.py", "batches.py", "wire.py", "dataset_feed.proto"]
+    needed += ["feed_client.py", "feed_server.py"]
+    copied = {name: files[name] for name in needed}
+    for text in LOADER:
+        copied[re.match(r"# code/(\w+\.py)\n", text)[1]] = text
+    copied["my_data.py"] = (
+        "class MyDataset(list):\n    def __init__(self): super().__init__(range(640))"
+    )
+    copied["my_training.py"] = "def train_step(batch): print('sum', batch.sum().item())"
+    groups = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)}
+    command, environment = "exec python launcher.py", {"HETERO_TOKEN": "a secret"}
+    job = jobs.run(copied, command, groups, environment=environment)
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    log = jobs.log(job["TrainingJobName"])
+    sums = [int(line.split()[1]) for line in log if line.startswith("sum")]
+    assert len(sums) == 30 and sum(sums) == 3 * sum(range(640))
+    assert len(set(sums)) > 20  # shuffled, otherwise in each epoch
 
 
 def test_lines_for_sdk_v3(jobs: Jobs, project: Path):

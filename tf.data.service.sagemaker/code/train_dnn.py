@@ -87,7 +87,7 @@ def main() -> str:
         batches = build_batches(args, rank, ranks, cores)
     except (OSError, ValueError) as error:  # a missing file
         sys.exit(f"train_dnn.py: error: {error}")
-    # Compiling the updates, Keras's default on GPUs, takes longer than it saves for many variables.
+    # Keras compiles the updates by default on GPUs only: so they are the same everywhere.
     optimizer = tf.keras.optimizers.Adam(jit_compile=False)
     optimizer.build(model.trainable_variables)
 
