@@ -369,6 +369,7 @@ def test_senseless_plan_is_refused(values):
 @pytest.mark.parametrize("dataset, epochs", [(Plain(), 6), (Slow(), 1)])
 def test_leaving_an_epoch_frees_its_threads_and_streams(monkeypatch, dataset, epochs):
     monkeypatch.setattr(feed_server, "MAX_STREAMS", 2)
+    before = set(threading.enumerate())
     address = f"127.0.0.1:{free_port()}"
     server = FeedServer(dataset, address, TOKEN, num_workers=1)
     for _ in range(epochs):
@@ -380,7 +381,7 @@ def test_leaving_an_epoch_frees_its_threads_and_streams(monkeypatch, dataset, ep
     start = time.monotonic()
     server.stop()
     assert time.monotonic() - start < 2
-    wait_until(lambda: threading.active_count() == 1)
+    wait_until(lambda: not set(threading.enumerate()) - before)
     wait_until(lambda: not multiprocessing.active_children())
 
 

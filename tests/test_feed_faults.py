@@ -53,7 +53,7 @@ def expected() -> list:
 @pytest.fixture
 def start() -> Iterator[Callable[[str], DataHost]]:
     """Start data hosts that this test may harm; nothing is left of them, nor of their clients."""
-    hosts = []
+    hosts, before = [], set(threading.enumerate())
 
     def start(name: str = "steady", **options) -> DataHost:
         hosts.append(DataHost(name, **options))
@@ -64,7 +64,7 @@ def start() -> Iterator[Callable[[str], DataHost]]:
     for process in processes:
         process.kill()
     wait_until(lambda: all(map(has_ended, processes)))
-    wait_until(lambda: threading.active_count() == 1)
+    wait_until(lambda: not set(threading.enumerate()) - before)
 
 
 def processes_of(host: DataHost) -> list[psutil.Process]:
@@ -386,6 +386,7 @@ def test_host_that_comes_back_with_other_samples_is_refused(start):
 
 @pytest.mark.parametrize("hanging", [False, True])  # in a pause; in an attempt to connect
 def test_closing_is_prompt_while_hosts_are_away(start, hanging):
+    before = set(threading.enumerate())
     hosts = [start(), start()]
     loader = feed("steady", hosts, **PLAN)
     if hanging:
@@ -398,7 +399,8 @@ def test_closing_is_prompt_while_hosts_are_away(start, hanging):
     started = time.monotonic()
     del batches
     assert time.monotonic() - started < 0.5
-    wait_until(lambda: threading.active_count() == 1, seconds=1)  # gRPC's own thread takes a moment
+    # gRPC's own thread takes a moment.
+    wait_until(lambda: not set(threading.enumerate()) - before, seconds=1)
 
 
 def test_hosts_that_do_not_come_up_are_named(start, expected, capsys):
