@@ -13,7 +13,7 @@ from botocore.stub import Stubber
 from matplotlib.colors import to_rgb
 from moto import mock_aws
 
-from jobs import ROOT, start_kernel
+from jobs import ROOT, request, start_kernel
 from shared import monitoring
 
 NAMESPACE = "/aws/sagemaker/TrainingJobs"  # of logs and of metrics
@@ -51,14 +51,8 @@ def put_job(
                 for group, (kind, count) in groups.items()
             ]
         }
-    boto3.client("sagemaker").create_training_job(
-        TrainingJobName=name,
-        AlgorithmSpecification={"TrainingInputMode": "File", "TrainingImage": "image"},
-        RoleArn="arn:aws:iam::123456789012:role/training-role",
-        OutputDataConfig={"S3OutputPath": "s3://bucket/"},
-        ResourceConfig={**config, "VolumeSizeInGB": 30},
-        StoppingCondition={"MaxRuntimeInSeconds": 3600},
-    )
+    resources = {**config, "VolumeSizeInGB": 30}
+    boto3.client("sagemaker").create_training_job(**request(name, ResourceConfig=resources))
     logs, cloudwatch = boto3.client("logs"), boto3.client("cloudwatch")
     if not logs.describe_log_groups()["logGroups"]:
         logs.create_log_group(logGroupName=NAMESPACE)
@@ -362,7 +356,9 @@ def test_without_an_account_the_command_says_where_local_jobs_are(tmp_path, regi
     assert reason in ended.stderr and "use %run -m there" in ended.stderr
 
 
-PRINT_LOG = """
+PRINT_LOG = f"""
+job = {request("job")}"""
+PRINT_LOG += """
 import sys, time, boto3, moto
 from shared import monitoring
 with moto.mock_aws():
@@ -373,14 +369,7 @@ with moto.mock_aws():
     now, count = int(time.time() * 1000), int(sys.argv[1])
     events = [{"timestamp": now, "message": f"line {i} " + 90 * "."} for i in range(count)]
     logs.put_log_events(**stream, logEvents=events)
-    boto3.client("sagemaker").create_training_job(
-        TrainingJobName="job",
-        AlgorithmSpecification={"TrainingInputMode": "File", "TrainingImage": "image"},
-        RoleArn="arn:aws:iam::123456789012:role/training-role",
-        OutputDataConfig={"S3OutputPath": "s3://bucket/"},
-        ResourceConfig={"InstanceType": "ml.m5.large", "InstanceCount": 1, "VolumeSizeInGB": 1},
-        StoppingCondition={"MaxRuntimeInSeconds": 60},
-    )
+    boto3.client("sagemaker").create_training_job(**job)
     monitoring.main(["job", "--logs"])
 """
 

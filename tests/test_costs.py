@@ -10,7 +10,7 @@ from moto import mock_aws
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.sagemaker.models import sagemaker_backends
 
-from jobs import ROOT, start_kernel
+from jobs import ROOT, request, start_kernel
 from shared import costs, prices
 from shared.costs import Run
 
@@ -102,14 +102,8 @@ def aws(monkeypatch):
 
 def add_job(name: str, config: dict, lines: list[str], **record) -> None:
     """A training job that has ended and logged these lines; `record` changes moto's record."""
-    boto3.client("sagemaker").create_training_job(
-        TrainingJobName=name,
-        AlgorithmSpecification={"TrainingInputMode": "File", "TrainingImage": "image"},
-        RoleArn="arn:aws:iam::123456789012:role/training-role",
-        OutputDataConfig={"S3OutputPath": "s3://bucket/"},
-        ResourceConfig={**config, "VolumeSizeInGB": 30},
-        StoppingCondition={"MaxRuntimeInSeconds": 3600},
-    )
+    resources = {**config, "VolumeSizeInGB": 30}
+    boto3.client("sagemaker").create_training_job(**request(name, ResourceConfig=resources))
     # moto completes a job at once and knows no billable time: it is given here.
     job = sagemaker_backends[DEFAULT_ACCOUNT_ID]["us-east-1"].training_jobs[name]
     for key, value in record.items():

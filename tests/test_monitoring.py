@@ -10,6 +10,7 @@ from moto import mock_aws
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.sagemaker.models import sagemaker_backends
 
+from jobs import request
 from shared import monitoring
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -214,14 +215,7 @@ def test_plot_steps_draws_both_series_of_each_job():
 
 def start_job(name: str):
     """Start a training job in moto; return moto's record, which steers it."""
-    boto3.client("sagemaker").create_training_job(
-        TrainingJobName=name,
-        AlgorithmSpecification={"TrainingInputMode": "File", "TrainingImage": "image"},
-        RoleArn="arn:aws:iam::123456789012:role/training-role",
-        OutputDataConfig={"S3OutputPath": "s3://bucket/"},
-        ResourceConfig={"InstanceType": "ml.m5.xlarge", "InstanceCount": 1, "VolumeSizeInGB": 30},
-        StoppingCondition={"MaxRuntimeInSeconds": 3600},
-    )
+    boto3.client("sagemaker").create_training_job(**request(name))
     return sagemaker_backends[DEFAULT_ACCOUNT_ID]["us-east-1"].training_jobs[name]
 
 
