@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -230,6 +231,14 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_for_threads(before: set[threading.Thread], seconds: float = 10) -> None:
+    """Wait until there are no other threads than before."""
+    deadline = time.monotonic() + seconds
+    while left := set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline, left
         time.sleep(0.02)
 
 

@@ -33,6 +33,7 @@ from data_hosts import (
     feed,
     free_port,
     has_ended,
+    wait_for_threads,
     wait_until,
 )
 
@@ -381,7 +382,7 @@ def test_leaving_an_epoch_frees_its_threads_and_streams(monkeypatch, dataset, ep
     start = time.monotonic()
     server.stop()
     assert time.monotonic() - start < 2
-    wait_until(lambda: not set(threading.enumerate()) - before)
+    wait_for_threads(before)
     wait_until(lambda: not multiprocessing.active_children())
 
 

@@ -29,6 +29,7 @@ from data_hosts import (
     feed,
     free_port,
     has_ended,
+    wait_for_threads,
     wait_until,
 )
 
@@ -64,7 +65,7 @@ def start() -> Iterator[Callable[[str], DataHost]]:
     for process in processes:
         process.kill()
     wait_until(lambda: all(map(has_ended, processes)))
-    wait_until(lambda: not set(threading.enumerate()) - before)
+    wait_for_threads(before)
 
 
 def processes_of(host: DataHost) -> list[psutil.Process]:
@@ -400,7 +401,7 @@ def test_closing_is_prompt_while_hosts_are_away(start, hanging):
     del batches
     assert time.monotonic() - started < 0.5
     # gRPC's own thread takes a moment.
-    wait_until(lambda: not set(threading.enumerate()) - before, seconds=1)
+    wait_for_threads(before, seconds=1)
 
 
 def test_hosts_that_do_not_come_up_are_named(start, expected, capsys):
