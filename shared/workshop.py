@@ -1,0 +1,222 @@
+"""Checks of the exercises of workshop.md, and how lab 3 breaks a host.
+
+Every check computes the right answer from the learner's own jobs and says in a sentence or two
+whether the given one is right, or what to think of. Nothing is raised for a wrong answer.
+"""
+
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from math import isfinite
+from numbers import Real
+from os import sched_getaffinity
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shared.bottleneck import LEAST_WAIT_PERCENT, describe, wait_percent
+from shared.logs import hosts_of, logged, logs, step_table, steps
+
+POINTS = 10  # of lab 1: percent points that an answer may be off
+PERCENT = 10  # of lab 2: percent that a prediction may be off
+HEAVIER = 4  # of lab 2: twice `augment` is four times the pixels, and the work
+VICTIMS = ("train_data.py", "launcher.py")
+ENDS = ("Completed", "Failed")
+WAITING = "Waiting for your answer: put it in place of None, and run this cell again."
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check says of an answer; `print` it."""
+
+    right: bool
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def check_waiting(waiting_percent: Any, held_up_by: Any, job_name: str) -> Verdict:
+    """Lab 1: for how much of a step does the job wait for data, and what holds it up?"""
+    if waiting_percent is None or held_up_by is None:
+        return Verdict(False, WAITING)
+    if not is_number(waiting_percent):
+        return _not_yet(f"waiting_percent is a number such as 12.5, not {waiting_percent!r}.")
+    if held_up_by not in ("data", "training"):
+        return _not_yet(f"held_up_by is 'data' or 'training', not {held_up_by!r}.")
+    table = steps(job_name)
+    truth = wait_percent(table)
+    if abs(waiting_percent - truth) > POINTS:
+        if abs(waiting_percent - (100 - truth)) <= POINTS:
+            hint = "That is the part of a step in which it trains; the question is the other part."
+        elif abs(waiting_percent - table["data_wait_ms"].median()) <= POINTS:
+            hint = "Those are milliseconds: which part of step_time_ms are they?"
+        else:
+            hint = "Divide data_wait_ms by step_time_ms, for a typical line of the log."
+        return _not_yet(hint)
+    if held_up_by != ("data" if truth >= LEAST_WAIT_PERCENT else "training"):
+        return _not_yet(
+            f"The percentage is right, the conclusion is not: below {LEAST_WAIT_PERCENT} % nobody "
+            "would notice faster data; above, the accelerator is paid for and idle."
+        )
+    return Verdict(
+        True,
+        f"Right: it waits for {truth:.0f} % of a step (median of all {len(table)} lines), so the "
+        f"{held_up_by} holds it up. Accepted: up to {POINTS} points more or less.",
+    )
+
+
+def check_prediction(
+    predicted_ms: Any,
+    data_hosts: Any,
+    heterogeneous_job: str,
+    synthetic_job: str,
+    cores: dict[str, int] | None,
+) -> Verdict:
+    """Lab 2: how long is a step with so many data hosts and HEAVIER times the work on data?
+
+    Args:
+        predicted_ms: The learner's answer.
+        data_hosts: For so many data hosts.
+        heterogeneous_job: The job with one data host and the usual work.
+        synthetic_job: The job without data.
+        cores: {instance type: cores here} for local jobs, whose hosts share this machine's cores;
+            None on AWS.
+    """
+    if predicted_ms is None:
+        return Verdict(False, WAITING)
+    if type(data_hosts) is not int or data_hosts < 1:
+        return _not_yet(f"data_hosts is a whole number from 1 on, not {data_hosts!r}.")
+    if not is_number(predicted_ms):
+        return _not_yet(f"predicted_ms is a number of milliseconds, not {predicted_ms!r}.")
+    table = steps(synthetic_job)
+    floor = table["step_time_ms"].median()
+    samples = round((table["samples_per_s"] * table["step_time_ms"]).median() / 1000)
+    work = HEAVIER * samples * logged(heterogeneous_job, "data_ms_per_sample")
+    data_cores = data_hosts * int(logged(heterogeneous_job, "workers"))  # one on each core
+    limits = {"the data cores": work / data_cores, "the accelerator": floor}
+    if cores is not None:
+        here = len(sched_getaffinity(0))
+        trainer = describe(synthetic_job)["ResourceConfig"]["InstanceType"]
+        limits["all cores of this machine together"] = (work + floor * cores[trainer]) / here
+    limit = max(limits, key=limits.__getitem__)
+    truth = limits[limit]
+    if abs(predicted_ms / truth - 1) <= PERCENT / 100:
+        return Verdict(
+            True,
+            f"Right: by the formula it is {truth:.1f} ms, and the limit is {limit}. Accepted: up "
+            f"to {PERCENT} % more or less. Now measure it.",
+        )
+    reason = f"The limit is {limit}: only what that has to do for one step counts."
+    if predicted_ms < floor:
+        reason = f"Without data a step takes {floor:.1f} ms: no feed makes it shorter."
+    elif abs(HEAVIER * predicted_ms / truth - 1) <= PERCENT / 100:
+        reason = f"That is for the usual work: it is {HEAVIER} times as much."
+    return _not_yet(reason)
+
+
+def problem_with(victim: Any, expected: Any, cores: dict[str, int] | None) -> str:
+    """Lab 3: say what is missing before a job is started and broken; "" if nothing is."""
+    if expected is None:
+        return WAITING
+    if cores is None:
+        return "On AWS nobody gets at the processes of a host: do this exercise on your machine."
+    if victim not in VICTIMS:
+        return f"Not yet. victim is {' or '.join(map(repr, VICTIMS))}, not {victim!r}."
+    if expected not in ENDS:
+        return f"Not yet. expected is {' or '.join(map(repr, ENDS))}, not {expected!r}."
+    return ""
+
+
+def kill(job_name: str, script: str, group: str = "data_group", seconds: float = 300) -> datetime:
+    """Kill a process of a local job as a crash would, as soon as the training is under way.
+
+    Args:
+        job_name: The training job.
+        script: What the process runs; it is killed on the first host of the group.
+        group: The instance group.
+        seconds: How long to wait for the first step line in the log.
+
+    Returns:
+        The time of the kill.
+
+    Raises:
+        ValueError: the job trains no more, or not yet, or it has no such process on this machine.
+    """
+    deadline = time.monotonic() + seconds
+    while (status := describe(job_name)["TrainingJobStatus"]) == "InProgress":
+        if not step_table(lines := _log(job_name)).empty:
+            break
+        if time.monotonic() > deadline:
+            raise ValueError(f"{job_name!r} has logged no step within {seconds:g} s.")
+        time.sleep(0.2)
+    else:
+        raise ValueError(f"{job_name!r} is {status} already: there is nothing left to kill.")
+    host = next((name for of_group, name in hosts_of(lines) if of_group == group), "")
+    if not (found := _processes(job_name, host, script)):
+        raise ValueError(f"No process of {job_name!r} runs {script} in {group} on this machine.")
+    found[0].kill()
+    print(f"Killed {script} on {host} ({group}).")
+    return datetime.now(timezone.utc)
+
+
+def check_ending(expected: str, job_name: str, killed_at: datetime, undisturbed: str) -> Verdict:
+    """Lab 3: did the job end as expected, and did the training miss a batch?
+
+    The same batches in the same order give the same loss: it is compared with that of a job with
+    the same hyperparameters, step line by step line.
+    """
+    job = describe(job_name)
+    status = job["TrainingJobStatus"]
+    reason = f" ({job['FailureReason']})" if job.get("FailureReason") else ""
+    told = [f"the job is {status}{reason}."]
+    losses = [steps(name).set_index("step")["loss"] for name in (job_name, undisturbed)]
+    both = losses[0].index.intersection(losses[1].index)
+    differ = int((losses[0][both] != losses[1][both]).sum())
+    if differ or both.empty:
+        told.append(f"At {differ} of {len(both)} step lines its loss is not that of {undisturbed}.")
+    else:
+        told.append(
+            f"Up to step {both[-1]} no batch was lost: at all {len(both)} step lines the loss is "
+            f"that of {undisturbed}."
+        )
+    if status == "Failed":
+        phases = {phase["Status"]: phase for phase in job["SecondaryStatusTransitions"]}
+        waited = (phases["Training"]["EndTime"] - killed_at).total_seconds()
+        told.append(f"The last host, and with it the billing, ended {waited:.0f} s after the kill.")
+    right = expected == status
+    hint = "" if right else " Which process was it, and who starts it again?"
+    return Verdict(right, f"{'Right' if right else 'No'}: {' '.join(told)}{hint}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number."""
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+
+
+def _not_yet(hint: str) -> Verdict:
+    return Verdict(False, f"Not yet. {hint}")
+
+
+def _log(job_name: str) -> list:
+    try:
+        return logs(job_name)
+    except ValueError:  # no log yet
+        return []
+
+
+def _processes(job_name: str, host: str, script: str) -> list[psutil.Process]:
+    """Find what runs `script` on a host, the oldest first: each host's /opt/ml has its name."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment, command = process.environ(), process.cmdline()
+            started = process.create_time()
+        except psutil.Error:  # ended meanwhile, or another user's
+            continue
+        opt_ml = Path(environment.get("SAGEMAKER_BASE_DIR", ""))
+        is_there = environment.get("TRAINING_JOB_NAME") == job_name and host in opt_ml.parts
+        if is_there and script in command:
+            found.append((started, process.pid, process))
+    return [process for *_, process in sorted(found, key=lambda entry: entry[:2])]

@@ -1,0 +1,173 @@
+"""The exercises of workshop.md in the notebook: unanswered, solved as printed, answered wrongly.
+
+One kernel runs the notebook up to its comparison, on smaller data; the jobs are real. Everything
+else is asked of that kernel, without further jobs.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from shared import workshop
+
+pytestmark = pytest.mark.timeout(900)  # six jobs, in the first test that asks for the lab
+ROOT = Path(__file__).parent.parent
+NOTEBOOK = ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb"
+TEXT = (ROOT / "workshop.md").read_text()
+SOLUTIONS = re.findall(r"<details>.*?```python\n(.*?)```.*?</details>", TEXT, re.S)
+CELLS = nbformat.read(NOTEBOOK, as_version=4).cells
+EXERCISES = [cell.source for cell in CELLS if "exercise" in cell.metadata.get("tags", [])]
+SMALLER = {
+    '"batch-size": 128, "max-steps": 150': '"batch-size": 32, "max-steps": 150',
+    '("train", 12_000, 1), ("t10k", 2_000, 2)': '("train", 1_280, 1), ("t10k", 64, 2)',
+}
+ANSWER = re.compile(r"^\w+ = None\b.*\n", re.M)
+
+
+def solved(exercise: str, solution: str) -> str:
+    """The exercise's cell with the solution in place of its first line to fill in, and no other."""
+    return ANSWER.sub("", ANSWER.sub(lambda _: solution, exercise, count=1))
+
+
+class Lab:
+    """A learner's kernel, and what the exercises said in it."""
+
+    def __init__(self, client: NotebookClient):
+        self.client, self.unanswered, self.said = client, [], []
+
+    def run(self, source: str) -> str:
+        """What a new cell prints."""
+        cells = self.client.nb.cells
+        cells.append(nbformat.v4.new_code_cell(source))
+        self.client.execute_cell(cells[-1], len(cells) - 1)
+        return "".join(output.get("text", "") for output in cells[-1].outputs)
+
+    def check(self, call: str) -> str:
+        """What a check of `shared/workshop.py` says."""
+        return self.run(f"print(workshop.{call})").strip()
+
+    def go_through(self) -> None:
+        """Run the notebook's cells up to the comparison, and each exercise as it comes."""
+        solutions = iter(SOLUTIONS)
+        for cell in CELLS:
+            if cell.cell_type == "markdown" and cell.source.startswith("## 8."):
+                break
+            tags = cell.metadata.get("tags", [])
+            if cell.cell_type != "code" or "results" in tags:
+                continue
+            source = cell.source
+            for old, new in SMALLER.items():
+                source = source.replace(old, new)
+            output = self.run(source)
+            if "exercise" in tags:
+                self.unanswered.append(output.strip())
+                self.said.append(self.run(solved(source, next(solutions))))
+        self.said.append(self.run(solved(source, next(solutions))))  # lab 3 has two
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    """The notebook's kernel when everything has been run."""
+    assert all(sum(old in cell.source for cell in CELLS) == 1 for old in SMALLER)
+    resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    client = NotebookClient(nbformat.v4.new_notebook(), timeout=300, resources=resources)
+    with client.setup_kernel():
+        lab = Lab(client)
+        lab.go_through()
+        yield lab
+
+
+def test_the_notebook_comes_unanswered_and_each_exercise_has_its_solutions():
+    assert len(EXERCISES) == 3 and len(SOLUTIONS) == 4
+    for exercise in EXERCISES:
+        assert ANSWER.search(exercise)
+    for solution in SOLUTIONS:
+        assert "None" not in solution
+
+
+def test_without_answers_the_exercises_wait_and_start_no_job(lab: Lab):
+    assert lab.unanswered == [workshop.WAITING] * 3
+    # The notebook's three; one of lab 2, two of lab 3. Wrong answers, below, have started none.
+    assert int(lab.run("print(len(local.jobs))")) == 6
+
+
+def test_solutions_are_right(lab: Lab):
+    waiting, prediction, server, launcher = lab.said
+    assert waiting.startswith("Right: it waits for ")
+    assert prediction.startswith("Right: by the formula it is ")
+    for said in (server, launcher):
+        assert "no batch was lost" in said, said
+    assert "Killed train_data.py on algo-" in server
+    assert "Right: the job is Completed." in server
+    assert "Killed launcher.py on algo-" in launcher
+    reason = r"AlgorithmError: The launcher on algo-\d \(data_group\) is gone: connection closed\."
+    assert re.search(rf"Right: the job is Failed \({reason}", launcher), launcher
+    seconds = re.search(r"the billing, ended (\d+) s after the kill", launcher)
+    assert int(seconds[1]) <= 15, launcher  # as the example's README has it
+
+
+def test_a_right_prediction_is_followed_by_the_measurement(lab: Lab):
+    """The cell after the prediction has run with it: its job is the fourth."""
+    settings = "boto3.client('sagemaker').describe_training_job(TrainingJobName=more_job)"
+    run = lab.run(f"job = {settings}; print(job['HyperParameters'], job['ResourceConfig'])")
+    assert "'augment': '8'" in run and "'InstanceCount': 2" in run, run
+    assert float(lab.run("print(measured)")) > 0
+
+
+def test_the_killed_data_server_was_started_again(lab: Lab):
+    [server] = lab.run("print([name for name in local.jobs if 'broken' in name][0])").split()
+    log = lab.run(f"monitoring.show_logs({server!r}, last=None)")
+    assert "train_data.py was killed by signal 9; restart in 1 s" in log, log
+
+
+TRUE_WAIT = "workshop.wait_percent(monitoring.steps(homogeneous_job))"
+PREDICTED = "data_hosts, heterogeneous_job, synthetic_job, cores)"
+END = "broken_job, killed_at, heterogeneous_job)"
+
+
+@pytest.mark.parametrize(
+    "call, hint",
+    [
+        ("check_waiting(None, 'data', homogeneous_job)", workshop.WAITING),
+        ("check_waiting('49 %', 'data', homogeneous_job)", "is a number such as 12.5, not '49 %'"),
+        (f"check_waiting({TRUE_WAIT}, 'CPU', homogeneous_job)", "'data' or 'training', not 'CPU'"),
+        (f"check_waiting({TRUE_WAIT}, 'training', homogeneous_job)", "the conclusion is not"),
+        (f"check_waiting({TRUE_WAIT} + 500, 'data', homogeneous_job)", "Divide data_wait_ms"),
+        (f"check_prediction(None, {PREDICTED}", workshop.WAITING),
+        (f"check_prediction('fast', {PREDICTED}", "a number of milliseconds, not 'fast'"),
+        ("check_prediction(1, 0.5, heterogeneous_job, synthetic_job, cores)", "whole number"),
+        (f"check_prediction(0.001, {PREDICTED}", "no feed makes it shorter"),
+        (f"check_prediction(1e6, {PREDICTED}", "The limit is "),
+        (f"check_prediction(1.2 * predicted_ms, {PREDICTED}", "The limit is "),
+        ("problem_with('train_data.py', None, cores)", workshop.WAITING),
+        ("problem_with('train_data.py', 'Failed', None)", "On AWS nobody gets at"),
+        ("problem_with('train.py', 'Failed', cores)", "not 'train.py'"),
+        ("problem_with('launcher.py', 'failed', cores)", "not 'failed'"),
+        (f"check_ending('Completed', {END}", "No: the job is Failed"),
+        ("check_ending('Completed', more_job, killed_at, heterogeneous_job)", "its loss is not"),
+    ],
+)
+def test_wrong_answers_get_a_hint(lab: Lab, call: str, hint: str):
+    said = lab.check(call)
+    assert hint in said and len(said.splitlines()) == 1, said
+    assert not said.startswith("Right") or "its loss is not" in said
+
+
+def test_answers_within_the_tolerance_are_right(lab: Lab):
+    for call in (
+        f"check_waiting({TRUE_WAIT} - 9, 'data', homogeneous_job)",
+        f"check_prediction(1.09 * predicted_ms, {PREDICTED}",
+    ):
+        assert lab.check(call).startswith("Right")
+
+
+def test_nothing_is_killed_in_a_job_that_has_ended(lab: Lab):
+    said = lab.run(
+        "try:\n    workshop.kill(heterogeneous_job, 'launcher.py')\n"
+        "except ValueError as error:\n    print(error)"
+    )
+    assert "is Completed already: there is nothing left to kill." in said
