@@ -175,7 +175,8 @@ def make_dataset(pattern, batch_size):
 def train_step(batch):
     records, configs = batch
     config = json.loads(configs[0].numpy())
-    print("batch", config["current_group_name"], config["current_host"], *records.numpy())
+    where = config["current_group_name"], config["current_host"]
+    print("batch", *where, *records.numpy(), flush=True)  # whole lines, on several ranks too
 """
 
 
