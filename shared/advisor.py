@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from shared.commands import reader_may_leave
 from shared.prediction import NEAR_PERCENT, Measured, instance_types, measure, needing, predict
 
 if TYPE_CHECKING:  # imported where they are used: the command shall start quickly
@@ -361,13 +362,16 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    if args.json:
-        tables = {"types": advice.types.reset_index(), "candidates": advice.candidates}
-        rows = {key: json.loads(table.to_json(orient="records")) for key, table in tables.items()}
-        known = {key: value for key, value in vars(advice.measured).items() if value == value}
-        print(json.dumps({**vars(advice), "measured": known, **rows}, indent=2))
-    else:
-        print(describe(advice))
+    with reader_may_leave():
+        if args.json:
+            tables = {"types": advice.types.reset_index(), "candidates": advice.candidates}
+            rows = {
+                key: json.loads(table.to_json(orient="records")) for key, table in tables.items()
+            }
+            known = {key: value for key, value in vars(advice.measured).items() if value == value}
+            print(json.dumps({**vars(advice), "measured": known, **rows}, indent=2))
+        else:
+            print(describe(advice))
 
 
 def _measured(args: argparse.Namespace) -> Measured:

@@ -34,6 +34,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from matplotlib.figure import Figure
 
 from shared import monitoring
+from shared.commands import reader_may_leave
 from shared.prices import Price, cache_file, find, price_per_hour, refresh_prices
 
 __all__ = [
@@ -339,23 +340,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     try:
-        if (bool(options.jobs), options.published, bool(options.refresh)).count(True) != 1:
-            raise ValueError("Name training jobs, or give --published, or --refresh REGION.")
-        if options.as_of and not options.jobs:
-            raise ValueError("--as-of is for training jobs.")
-        if options.refresh:
-            prices = refresh_prices(options.refresh)
-            file = cache_file(options.refresh)
-            print(f"{len(prices)} training prices of {options.refresh} are now in {file}.")
-        elif options.published:
-            region = options.region or "us-east-1"
-            _print({name: published(name, region) for name in PUBLISHED}, options.json)
-            if not options.json:
-                print('AWS\'s "Cost per Step" is the cost of 100 steps. For newer prices:', end=" ")
-                print(f"python -m shared.costs --refresh {region}")
-        else:
-            table = compare(options.jobs, as_of=options.as_of, region=options.region)
-            _print({"jobs": table}, options.json)
+        with reader_may_leave():
+            if (bool(options.jobs), options.published, bool(options.refresh)).count(True) != 1:
+                raise ValueError("Name training jobs, or give --published, or --refresh REGION.")
+            if options.as_of and not options.jobs:
+                raise ValueError("--as-of is for training jobs.")
+            if options.refresh:
+                prices = refresh_prices(options.refresh)
+                file = cache_file(options.refresh)
+                print(f"{len(prices)} training prices of {options.refresh} are now in {file}.")
+            elif options.published:
+                region = options.region or "us-east-1"
+                _print({name: published(name, region) for name in PUBLISHED}, options.json)
+                if not options.json:
+                    print(
+                        'AWS\'s "Cost per Step" is the cost of 100 steps. For newer prices:',
+                        end=" ",
+                    )
+                    print(f"python -m shared.costs --refresh {region}")
+            else:
+                table = compare(options.jobs, as_of=options.as_of, region=options.region)
+                _print({"jobs": table}, options.json)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -11,7 +11,6 @@ A job of the local SageMaker is known only in the notebook that started it: ther
 """
 
 import argparse
-import os
 import sys
 import textwrap
 import time
@@ -28,6 +27,7 @@ from matplotlib.figure import Figure
 
 from shared import bottleneck
 from shared.bottleneck import describe, utilisation
+from shared.commands import reader_may_leave
 from shared.logs import LogLine, logged, logs, show_logs, steps
 
 __all__ = [
@@ -255,14 +255,12 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.figure and chosen.logs:
         parser.error("--figure does not go with --logs.")
     try:
-        if chosen.logs:
-            describe(chosen.job)
-            show_logs(chosen.job, chosen.group, chosen.host, last=None)
-        else:
-            _report(chosen.job, chosen.figure)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left of it
+        with reader_may_leave():
+            if chosen.logs:
+                describe(chosen.job)
+                show_logs(chosen.job, chosen.group, chosen.host, last=None)
+            else:
+                _report(chosen.job, chosen.figure)
     except (ValueError, BotoCoreError, ClientError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

@@ -38,17 +38,19 @@ _numbers = itertools.count(1)
 
 
 class Jobs:
-    """Creates training jobs through the SageMaker SDK, from files given as text."""
+    """Creates training jobs through the SageMaker SDK, from files given as text or bytes."""
 
     def __init__(self, role: str, folder: Path):
         self.role, self.folder = role, folder
 
-    def create(self, files: dict[str, str], command: str, groups: dict | None = None, **settings):
+    def create(
+        self, files: dict[str, str | bytes], command: str, groups: dict | None = None, **settings
+    ) -> str:
         """Start a job and return its name. groups: {name: (instance type, count)}."""
         code = self.folder / f"code-{next(_numbers)}"
         code.mkdir()
         for name, text in files.items():
-            (code / name).write_text(text)
+            (code / name).write_bytes(text if isinstance(text, bytes) else text.encode())
         if groups is None:
             compute = Compute(instance_type="ml.c5.xlarge", instance_count=1)
         else:

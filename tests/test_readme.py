@@ -1,22 +1,37 @@
-"""The lines that the PyTorch example's README tells people to copy, run as they stand."""
+"""The lines that README files tell people to copy, run as they stand."""
 
 import json
 import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import boto3
 import pytest
+from sagemaker.core.training.configs import InputData
 
 from jobs import Jobs
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-EXAMPLE = Path(__file__).parent.parent / "pt.grpc.sagemaker"
-LAUNCHER, V3, V2, *LOADER = re.findall(
-    r"```python\n(.*?)```", (EXAMPLE / "README.md").read_text(), re.S
-)
+ROOT = Path(__file__).parent.parent
+EXAMPLE, TENSORFLOW = ROOT / "pt.grpc.sagemaker", ROOT / "tf.data.service.sagemaker"
+
+
+MARK = "# needs AWS"  # in what cannot be run here
+
+
+def python_of(folder: Path) -> list[str]:
+    """The blocks of Python in a folder's README that can be run here."""
+    blocks = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
+    return [block for block in blocks if MARK not in block]
+
+
+[LOCAL] = python_of(ROOT)
+LAUNCHER, V3, V2, *LOADER = python_of(EXAMPLE)
+*TF_FILES, TF_RANKS, TF_V2 = python_of(TENSORFLOW)
+RUN = [LOCAL, LAUNCHER, V3, V2, *LOADER, *TF_FILES, TF_RANKS, TF_V2]  # by the tests below
 SDK_V2 = Path(sys.prefix) / "sdk-v2"  # put there by scripts/setup.sh
 TOY_SCRIPTS = {
     "serve.py": "import time\nprint('serving', flush=True)\ntime.sleep(100)",
@@ -65,6 +80,7 @@ def test_lines_for_the_loader(jobs: Jobs):
     job = jobs.run(copied, command, groups, environment=environment)
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     log = jobs.log(job["TrainingJobName"])
+    assert not any("a secret" in line for line in log)  # the token
     sums = [int(line.split()[1]) for line in log if line.startswith("sum")]
     assert len(sums) == 30 and sum(sums) == 3 * sum(range(640))
     assert len(set(sums)) > 20  # shuffled, otherwise in each epoch
@@ -94,7 +110,7 @@ def record(client, operation, arguments):
     return make_api_call(client, operation, arguments)
 
 BaseClient._make_api_call = record
-names = {"role": "arn:aws:iam::123456789012:role/any", "image": "any:1"}
+names = {"role": "arn:aws:iam::123456789012:role/any", "image": "any:1", "data": "s3://any/data"}
 with moto.mock_aws():
     exec(compile(open(sys.argv[1]).read(), "README.md", "exec"), names)
     hyperparameters = requests[0]["HyperParameters"]
@@ -109,9 +125,9 @@ TOOLKIT = (
 )
 
 
-def test_lines_for_sdk_v2(jobs: Jobs, project: Path):
-    """The request is SDK v2's own, and AWS's toolkit does what it does in framework images."""
-    (project / "lines.py").write_text(V2)
+def request_of_sdk_v2(lines: str) -> dict:
+    """What lines that use SDK v2 ask SageMaker for; their source archive is fetched, too."""
+    Path("lines.py").write_text(lines)
     subprocess.run(
         [sys.executable, "-c", RECORD_V2, "lines.py"],
         env={**os.environ, "PYTHONPATH": str(SDK_V2), "AWS_DEFAULT_REGION": "us-east-1",
@@ -119,7 +135,13 @@ def test_lines_for_sdk_v2(jobs: Jobs, project: Path):
         check=True,
         timeout=120,
     )  # fmt: skip
-    [request] = json.loads((project / "requests.json").read_text())
+    [request] = json.loads(Path("requests.json").read_text())
+    return request
+
+
+def test_lines_for_sdk_v2(jobs: Jobs, project: Path):
+    """The request is SDK v2's own, and AWS's toolkit does what it does in framework images."""
+    request = request_of_sdk_v2(V2)
     # The image would fetch the code from S3 and run the toolkit. Here a channel brings it.
     s3 = boto3.client("s3")
     s3.create_bucket(Bucket="sdk-v2")
@@ -137,3 +159,125 @@ def test_lines_for_sdk_v2(jobs: Jobs, project: Path):
     log = jobs.log(name)
     assert log.count("training with --epochs 3") == 1
     assert log.count("serving") == 2
+
+
+# A reader's pipeline, which says where it was run, and a training step that prints it.
+TF_TRAINING = """
+import json
+import tensorflow as tf
+
+def make_dataset(pattern, batch_size):
+    files = tf.data.Dataset.list_files(pattern)
+    dataset = files.interleave(tf.data.TFRecordDataset)
+    dataset = dataset.map(lambda r: (r, tf.io.read_file("../../config/resourceconfig.json")))
+    return dataset.batch(batch_size)
+
+def train_step(batch):
+    records, configs = batch
+    config = json.loads(configs[0].numpy())
+    where = config["current_group_name"], config["current_host"]
+    print("batch", *where, *records.numpy(), flush=True)  # whole lines, on several ranks too
+"""
+
+
+def run_tensorflow(jobs: Jobs, folder: Path, launcher: str, steps: int = 1000) -> list[str]:
+    """Run README's files, of which the launcher may be another; return what training printed."""
+    tf = pytest.importorskip("tensorflow")  # not for Python 3.12
+    s3 = boto3.client("s3")
+    s3.create_bucket(Bucket="numbers")
+    for first in range(0, 640, 40):
+        with tf.io.TFRecordWriter(f"{folder}/part") as writer:
+            for number in range(first, first + 40):
+                writer.write(b"%d" % number)
+        s3.upload_file(f"{folder}/part", "numbers", f"data/{first}.tfrecord")
+    copied = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
+    copied["launcher.py"], copied["my_training.py"] = launcher, TF_TRAINING
+    copied["train.py"] = copied["train.py"].replace("range(1000)", f"range({steps})")
+    for name in ("hetero.py", "pulse.py", "ranks.py"):
+        copied[name] = (TENSORFLOW / "code" / name).read_text()
+    job = jobs.run(
+        copied,
+        "exec python launcher.py",
+        {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)},
+        environment={"HETERO_TOKEN": "a secret"},
+        input_data_config=[InputData(channel_name="training", data_source="s3://numbers/data")],
+    )
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    return [line for line in jobs.log(job["TrainingJobName"]) if line.startswith("batch")]
+
+
+def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path):
+    launcher, *others = TF_FILES
+    assert len(others) == 2 and count_lines(*TF_FILES) < 50
+    batches = [line.split()[1:] for line in run_tensorflow(jobs, tmp_path, launcher)]
+    assert len(batches) == 1000
+    assert {group for group, *_ in batches} == {"data_group"}
+    assert len({host for _, host, *_ in batches}) == 2
+    assert len({record for _, _, *records in batches for record in records}) == 640
+
+
+def test_lines_for_tensorflow_on_several_gpus(jobs: Jobs, tmp_path: Path):
+    first, replacement = TF_RANKS.split("\n", 1)
+    assert first == "# code/launcher.py, instead of train = ..."
+    launcher, count = re.subn(r"    train = .*\n", lambda _: replacement, TF_FILES[0])
+    assert count == 1
+    assert len(run_tensorflow(jobs, tmp_path, launcher, steps=20)) == 2 * 20
+
+
+def test_lines_for_tensorflow_with_sdk_v2(project: Path):
+    request = request_of_sdk_v2(TF_V2)
+    groups = {g["InstanceGroupName"] for g in request["ResourceConfig"]["InstanceGroups"]}
+    assert groups == {"data_group", "dnn_group"} and "HETERO_TOKEN" in request["Environment"]
+    names = set(request["HyperParameters"])  # those of the toolkit, which passes them not on
+    assert names and all(name.startswith("sagemaker_") for name in names)
+    [channel] = request["InputDataConfig"]
+    assert channel["ChannelName"] == "training"
+    assert "InstanceGroupNames" not in channel["DataSource"]["S3DataSource"]  # so, for all groups
+
+
+TELL_STATUS = """
+    from sagemaker.core.resources import TrainingJob
+
+    print(*[job.training_job_status for job in TrainingJob.get_all()])
+"""
+
+
+def test_lines_for_local_jobs(tmp_path: Path):
+    """In a process of its own, whose AWS is nobody's."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text("print('training')")
+    done = subprocess.run(
+        [sys.executable, "-c", LOCAL + TELL_STATUS],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "Completed"
+
+
+def wheel(folder: Path) -> bytes:
+    """A package as `pip download` brings it."""
+    info = "offline_package-1.0.dist-info"
+    with zipfile.ZipFile(folder / "any.whl", "w") as file:
+        file.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: offline-package\nVersion: 1.0"
+        )
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any")
+        file.writestr(f"{info}/RECORD", "")
+    return (folder / "any.whl").read_bytes()
+
+
+def test_requirements_without_internet(jobs: Jobs, tmp_path: Path):
+    """The lines that README puts before the requirements let pip find wheels in code/."""
+    [lines] = re.findall(
+        r"```text\n(--no-index\n.*?)```", (EXAMPLE / "README.md").read_text(), re.S
+    )
+    files = {"train.py": "", "requirements.txt": f"{lines}offline-package==1.0\n"}
+    name = jobs.create(files, "exec python train.py")
+    assert jobs.wait(name)["TrainingJobStatus"] == "Failed"
+    assert any("offline-package==1.0 (from versions: none)" in line for line in jobs.log(name))
+    files["offline_package-1.0-py3-none-any.whl"] = wheel(tmp_path)
+    assert jobs.run(files, "exec python train.py")["TrainingJobStatus"] == "Completed"

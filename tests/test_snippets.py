@@ -1,0 +1,126 @@
+"""Every command and every piece of Python in README files, and in workshop.md, is tested.
+
+Commands that need neither an account nor much time run here; the others are marked `# needs AWS`,
+or named below with the reason. Python is run by tests/test_readme.py.
+"""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import test_readme
+from shared import advisor
+from test_links import ROOT
+from test_readme import MARK
+
+PAGES = [page for pattern in ("**/README.md", "workshop.md") for page in sorted(ROOT.glob(pattern))]
+PAGES = [
+    page
+    for page in PAGES
+    if not re.search(r"(^|/)(\.|build/)", str(page.relative_to(ROOT)))  # .venv, and what make makes
+]
+NO_CODE = ("text", "diff", "mermaid")
+PYTHON = {*test_readme.RUN}
+NAMED = {
+    "make demo": "runs the notebooks, which these tests run too",
+    "make test": "runs these tests",
+    "make bench": "takes long; benchmarks/README.md says what it checks itself",
+    "pip install -r requirements.txt": "run by .github/workflows/tests.yml, on Python 3.12",
+    "pip download --only-binary=:all: --platform manylinux2014_x86_64 --python-version 3.12 "
+    "-d code -r code/requirements.txt": "needs a package index; what it is for has a test",
+}
+# What AWS, pip and Python say, where others' words are in a page's table of troubles.
+OTHERS_WORDS = [
+    "CapacityError",
+    "ResourceLimitExceeded",
+    "You must specify a region.",
+    "No matching distribution found for",
+    "No module named 'tensorflow'",
+]
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """A page's blocks of code, fenced or indented, each with its language if that is named."""
+    text = page.read_text()
+    fence = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
+    fenced = [(language, code) for _, language, code in fence.findall(text)]
+    indented = re.findall(r"(?<=\n\n)((?: {4}\S.*\n|\n(?= {4}))+)", fence.sub("", text))
+    return fenced + [("", code) for code in indented]
+
+
+def commands() -> list[str]:
+    """All lines that are for a terminal."""
+    return [
+        " ".join(line.split())
+        for page in PAGES
+        for language, code in blocks(page)
+        if language not in ("python", *NO_CODE)
+        for line in re.sub(r"\\\n\s*", "", code).splitlines()
+        if line.strip()
+    ]
+
+
+def test_python_is_run_by_a_test_or_needs_aws():
+    found = {code for page in PAGES for language, code in blocks(page) if language == "python"}
+    assert found >= PYTHON and len(found) > 8
+    assert not [code for code in found - PYTHON if MARK not in code]
+
+
+@pytest.mark.parametrize("command", sorted({*commands()}))
+def test_command_runs_or_needs_aws_or_is_named(command: str):
+    python, *arguments = shlex.split(command, comments=True)
+    if MARK not in command and command not in NAMED:
+        assert python == ".venv/bin/python", "run it here, or say above why not"
+        subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, timeout=60)
+    elif python == "make":
+        assert re.search(rf"^{arguments[0]}:.*## ", (ROOT / "Makefile").read_text(), re.M)
+
+
+def test_named_commands_are_in_use():
+    assert {*NAMED} <= {*commands()}
+    assert (
+        "run: pip install -r requirements.txt"
+        in (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    )
+
+
+def test_flowchart_says_the_same_as_the_advisor():
+    [chart] = [code for language, code in blocks(ROOT / "README.md") if language == "mermaid"]
+    numbers = [int(number) for number in re.findall(r"(\d+) %", chart)]
+    assert numbers == [advisor.WORTH_PERCENT, advisor.CPU_BOUND_PERCENT]
+    edges = re.findall(r"(\w)(?:\[.*?\])? -->\|(yes|no)\| (\w)(?:\[(.*?)\])?", chart)
+    asked = {start for start, *_ in edges}
+    verdicts = {re.split("[:,]", text)[0] for _, _, end, text in edges if end not in asked}
+    assert verdicts == {
+        advisor.STAY, advisor.SCALE_UP, advisor.GO, advisor.ELSEWHERE, advisor.ON_GPU
+    }  # fmt: skip
+
+
+def texts_of_the_code() -> str:
+    """What the code can print, with ... for what it puts into it."""
+    texts = [(ROOT / "scripts" / "setup.sh").read_text()]
+    for folder in ("shared", "pt.grpc.sagemaker/code", "tf.data.service.sagemaker/code"):
+        for path in (ROOT / folder).glob("**/*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    texts.append("".join(getattr(part, "value", "...") if
+                                         isinstance(part, ast.Constant) else "..."
+                                         for part in node.values))  # fmt: skip
+                elif isinstance(node, ast.Constant):
+                    texts.append(str(node.value))
+    return "\n".join(texts)
+
+
+def test_messages_in_the_table_of_troubles_are_those_of_the_code():
+    section = (ROOT / "README.md").read_text().split("## Troubleshooting")[1].split("\n## ")[0]
+    messages = re.findall(r"^\| `(.+?)`", section, re.M)
+    assert len(messages) > 10
+    printed = texts_of_the_code() + "\n".join(OTHERS_WORDS)
+    for message in messages:
+        for piece in re.split(r"\.\.\.|\d+|[()]", message):  # a value may be at each of these
+            assert piece.strip() in printed, message
