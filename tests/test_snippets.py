@@ -1,7 +1,7 @@
 """Every command and every piece of Python in README files, and in workshop.md, is tested.
 
 Commands that need neither an account nor much time run here; the others are marked `# needs AWS`,
-or named below with the reason. Python is run by tests/test_readme.py.
+or named below with the reason. Python is run by tests/test_readme.py and tests/test_workshop.py.
 """
 
 import ast
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import test_readme
+import test_workshop
 from shared import advisor
 from test_links import ROOT
 from test_readme import MARK
@@ -25,10 +26,11 @@ PAGES = [
     if not re.search(r"(^|/)(\.|build/)", str(page.relative_to(ROOT)))  # .venv, and what make makes
 ]
 NO_CODE = ("text", "diff", "mermaid")
-PYTHON = {*test_readme.RUN}
+PYTHON = {*test_readme.RUN, *test_workshop.SOLUTIONS}
 NAMED = {
     "make demo": "runs the notebooks, which these tests run too",
     "make test": "runs these tests",
+    "make lab": "opens a browser; the notebooks in it are run by these tests",
     "make bench": "takes long; benchmarks/README.md says what it checks itself",
     "pip install -r requirements.txt": "run by .github/workflows/tests.yml, on Python 3.12",
     "pip download --only-binary=:all: --platform manylinux2014_x86_64 --python-version 3.12 "
