@@ -41,12 +41,23 @@ def join_ranks(device: torch.device, parallelism: str) -> dist.ProcessGroup:
     if parallelism == "fsdp" and fully_shard is None:
         sys.exit(f"Parallelism fsdp needs PyTorch 2.6 or newer; this is {torch.__version__}.")
     dist.init_process_group(choose_backend(device, parallelism))
-    if parallelism == "fsdp" and device.type == "cpu":
-        try:  # fully_shard averages gradients, which gloo has not always been able to
-            dist.all_reduce(torch.zeros(1), op=dist.ReduceOp.AVG)
-        except RuntimeError:
-            sys.exit(f"Parallelism fsdp needs GPUs with PyTorch {torch.__version__}: use ddp.")
+    if parallelism == "fsdp" and device.type == "cpu" and not gloo_averages():
+        sys.exit(f"Parallelism fsdp needs GPUs with PyTorch {torch.__version__}: use ddp.")
     return dist.new_group(backend="gloo")
+
+
+def gloo_averages() -> bool:
+    """Try out what fully_shard does with gradients, which gloo has not always averaged.
+
+    In older versions of PyTorch it adds them up: github.com/pytorch/pytorch/issues/162338.
+    """
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    part, whole = torch.zeros(1), torch.ones(dist.get_world_size())
+    try:
+        reduce_scatter(part, whole, op=dist.ReduceOp.AVG)
+    except RuntimeError:  # not supported
+        return False
+    return part.item() == 1
 
 
 def choose_backend(device: torch.device, parallelism: str) -> str:
