@@ -194,10 +194,11 @@ RAISE = (
 )
 # Not after so many steps: nobody knows how many a machine takes until a data server is back.
 ENOUGH = (
-    "            stopping = any_rank(",
-    "            if any_rank(Path(os.environ['SAGEMAKER_BASE_DIR'], 'enough').exists(), control):\n"
+    "            stopping = parallel.any_rank(",
+    "            enough = Path(os.environ['SAGEMAKER_BASE_DIR'], 'enough')\n"
+    "            if parallel.any_rank(enough.exists(), control):\n"
     "                last_step = step\n"
-    "            stopping = any_rank(",
+    "            stopping = parallel.any_rank(",
 )
 JOIN_SOONER = ("JOIN_SECONDS = 600", "JOIN_SECONDS = 20")
 RUNTIME = 60  # seconds; a slow machine needs half of it until training is under way

@@ -35,6 +35,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model", default="mnist", help="mnist: the official example's; small: for CPUs"
     )
+    parser.add_argument(
+        "--parallelism", choices=["ddp", "fsdp"], default="ddp", help="how ranks share the model"
+    )
     parser.add_argument("--augment", type=int, default=0, help="how finely it is computed; 0: none")
     parser.add_argument("--batch-size", type=int, default=128, help="samples per rank and step")
     parser.add_argument("--epochs", type=int, default=1)
@@ -85,6 +88,7 @@ def main() -> None:
     if (channels / "test").exists():
         train_dnn += ["--test-dir", str(channels / "test")]
     for name in (
+        "parallelism",
         "augment",
         "batch_size",
         "epochs",

@@ -23,9 +23,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+import parallel
 import pulse
 from batches import LocalLoader
 from dataset import MnistDataset, SyntheticLoader, milliseconds_per_sample
@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--train-dir", help="folder of the training files (local)")
     add("--test-dir", help="folder of the test files; evaluates at the end if given")
     add("--model", default="mnist", help="mnist or small")
+    add("--parallelism", choices=parallel.PARALLELISMS, default="ddp", help="of several ranks")
     add("--augment", type=int, default=0, help="how finely it is computed (local)")
     add("--batch-size", type=int, default=128, help="samples per step of each rank")
     add("--epochs", type=int, default=1)
@@ -93,15 +94,16 @@ def main() -> None:
 
     torch.manual_seed(args.seed)  # the same initial weights in every run
     try:
-        model = build(args.model).to(device)
+        model = build(args.model)
         # Without a GPU, a data worker on a single core would only take turns with the training.
         workers = args.workers or (0 if cores == 1 and device.type == "cpu" else cores)
         loader = build_loader(args, rank, world_size, workers, device)
     except (OSError, ValueError) as error:  # a missing file, a data host that can't be reached
         sys.exit(f"train_dnn.py: error: {error}")
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
-    control = join_ranks(device) if world_size > 1 else None
+    control = parallel.join_ranks(device, args.parallelism) if world_size > 1 else None
+    model = parallel.share_model(model, args.parallelism, device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
     # From here on SIGTERM ends the current step, saves a checkpoint, and only then ends the run.
     stop_requested = threading.Event()
@@ -110,26 +112,23 @@ def main() -> None:
     # Rank 0 has the checkpoint, if there is one; all ranks continue from it, and there may be more
     # or fewer of them than those that wrote it.
     first_step = first_epoch = 0
-    checkpoint = load_checkpoint(args.checkpoint_dir, rank, control)
+    checkpoint = load_checkpoint(args.checkpoint_dir) if rank == 0 else None
+    state = checkpoint.pop("state") if checkpoint else {}
+    checkpoint = parallel.from_rank_0(checkpoint, control)
     if checkpoint:
         first_step, first_epoch = checkpoint["step"], checkpoint["epoch"]
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        parallel.load_state(model, optimizer, state)
         loader.load_state_dict(checkpoint["loader"])
         if rank == 0:
             print(f"resumed from {args.checkpoint_dir} at step {first_step}")
-    parallel_model = DistributedDataParallel(model) if world_size > 1 else model
+    del checkpoint, state
 
     def save_checkpoint() -> None:
-        if rank == 0 and args.checkpoint_dir:
-            state = {
-                "step": step,
-                "epoch": epoch,
-                "loader": loader.state_dict(),
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-            }
-            save(state, args.checkpoint_dir / "checkpoint.pt")
+        if args.checkpoint_dir:
+            state = parallel.whole_state(model, optimizer)  # from all ranks
+            if rank == 0:
+                progress = {"step": step, "epoch": epoch, "loader": loader.state_dict()}
+                save({**progress, "state": state}, args.checkpoint_dir / "checkpoint.pt")
 
     def log() -> None:
         if rank == 0:
@@ -154,7 +153,7 @@ def main() -> None:
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             optimizer.zero_grad()
-            loss = F.cross_entropy(parallel_model(images), labels)
+            loss = F.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
 
@@ -162,12 +161,14 @@ def main() -> None:
             interval.add(len(labels), loss)
             if step == first_step + 1:
                 loss.item()  # waits until the GPU has done it
+                if rank == 0 and world_size > 1:
+                    print(parallel.describe(model, optimizer, args.parallelism))
                 interval = Interval()
             elif step % args.log_every == 0:
                 log()
                 interval = Interval()
 
-            stopping = any_rank(stop_requested.is_set(), control)
+            stopping = parallel.any_rank(stop_requested.is_set(), control)
             if stopping or step >= last_step:
                 break
             if step % args.checkpoint_every == 0:
@@ -178,14 +179,17 @@ def main() -> None:
             interval = Interval()
         save_checkpoint()
 
+    weights = parallel.whole_weights(model)
     if world_size > 1:
         dist.barrier(control)  # when one rank ends, torchrun has little patience with the others
         dist.destroy_process_group()
     if stopping and step < last_step:
         sys.exit(f"training stopped by SIGTERM after step {step}")
     if rank == 0:
-        save(model.state_dict(), args.model_dir / "model.pt")
+        save(weights, args.model_dir / "model.pt")
         if args.test_dir:
+            model = build(args.model).to(device)  # the plain one, which needs no other rank
+            model.load_state_dict(weights)
             print(f"test_accuracy={evaluate(model, args.test_dir, device):.4f}")
         if step == first_step:
             print(f"training was complete already: step={step}")
@@ -242,42 +246,11 @@ class Interval:
         )
 
 
-def join_ranks(device: torch.device) -> dist.ProcessGroup:
-    """Connect the ranks for training, over the fastest library there is.
-
-    Returns a second group, over gloo, for the few words that ranks exchange on CPUs.
-    """
-    backend = "gloo"
-    if device.type == "cuda":
-        try:
-            import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401  (registers it)
-
-            backend = "smddp"
-        except ImportError:  # a container without SageMaker's library
-            backend = "nccl"
-    dist.init_process_group(backend)
-    return dist.new_group(backend="gloo")
-
-
-def any_rank(flag: bool, control: dist.ProcessGroup | None) -> bool:
-    """Return whether `flag` is true on any rank, so that all ranks stop after the same step."""
-    if control is None:
-        return flag
-    votes = torch.tensor(int(flag))
-    dist.all_reduce(votes, group=control)
-    return votes.item() > 0
-
-
-def load_checkpoint(
-    folder: Path | None, rank: int, control: dist.ProcessGroup | None
-) -> dict | None:
-    """Return, on every rank, the checkpoint that rank 0 finds in `folder`, or else None."""
-    found = [None]
-    if rank == 0 and folder and (folder / "checkpoint.pt").exists():
-        found[0] = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
-    if control is not None:
-        dist.broadcast_object_list(found, group=control)
-    return found[0]
+def load_checkpoint(folder: Path | None) -> dict | None:
+    """Return the checkpoint in `folder`, or else None."""
+    if folder and (folder / "checkpoint.pt").exists():
+        return torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    return None
 
 
 def save(state: dict, path: Path) -> None:

@@ -1,0 +1,190 @@
+"""Ranks that share the model with FSDP train like those that have all of it, with DDP."""
+
+import io
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import endings
+from jobs import Jobs, archive
+from test_training import CODE, ENVIRONMENT, STEP_LINE, run, torchrun, train, write_idx
+
+sys.path.insert(0, str(CODE))
+
+import parallel  # noqa: E402
+from dataset import MnistDataset  # noqa: E402
+from model import MnistNet, SmallNet  # noqa: E402
+
+STATE_LINE = re.compile(
+    r"^parallelism=(\w+) ranks=(\d+) parameters_per_rank=(\d+) state_bytes_per_rank=(\d+)$",
+    re.MULTILINE,
+)
+TENSORS, PARAMETERS = 8, sum(p.numel() for p in MnistNet().parameters())
+STATE_BYTES = 4 * 4 * PARAMETERS  # parameters, gradients and two moments, of four bytes each
+STEP_BYTES = 4 * TENSORS  # Adam counts the steps for every tensor, on every rank
+STEPS = 24
+
+
+def losses(output: str) -> dict[int, float]:
+    """The logged losses by step; of a run's first step there is none."""
+    return {int(line[0]): float(line[2]) for line in STEP_LINE.findall(output)}
+
+
+def load(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    """Load the weights that a run has left into a plain model."""
+    model.load_state_dict(torch.load(folder / "model.pt"))
+    return model.eval()
+
+
+def assert_close(model: torch.nn.Module, reference: torch.nn.Module) -> None:
+    expected = reference.state_dict()
+    for name, weights in model.state_dict().items():
+        torch.testing.assert_close(weights, expected[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of images of noise, 256 to train on and 100 to test."""
+    folder, random = tmp_path_factory.mktemp("noise"), np.random.default_rng(0)
+    for prefix, count in (("train", 256), ("t10k", 100)):
+        images = random.integers(0, 256, (count, 28, 28))
+        write_idx(folder / f"{prefix}-images-idx3-ubyte", images)
+        write_idx(folder / f"{prefix}-labels-idx1-ubyte", random.integers(0, 10, count))
+    return folder
+
+
+def test_fsdp_trains_as_ddp_with_half_of_the_state_and_goes_on_after_sigterm(noise, tmp_path):
+    common = ["--train-dir", noise, "--model", "mnist", "--batch-size", "16", "--epochs", "3"]
+    common += ["--workers", "1", "--log-every", "1", "--checkpoint-every", "2"]
+    reference = train(*common, "--model-dir", tmp_path / "ddp", ranks=2)
+    assert list(losses(reference)) == list(range(2, STEPS + 1))
+    whole = ("ddp", "2", str(PARAMETERS), str(STATE_BYTES + STEP_BYTES))
+    assert STATE_LINE.findall(reference) == [whole]
+
+    command = [*common, "--parallelism", "fsdp", "--test-dir", noise]
+    command += ["--checkpoint-dir", tmp_path / "fsdp", "--model-dir", tmp_path / "fsdp"]
+    stopped = subprocess.Popen(
+        [sys.executable, *torchrun(2), "train_dnn.py", *map(str, command)],
+        cwd=CODE,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    lines = []
+    while not lines or not lines[-1].startswith("step=4 "):
+        lines.append(stopped.stdout.readline())
+        assert lines[-1], stopped.communicate()[1]
+    assert torch.load(tmp_path / "fsdp" / "checkpoint.pt")["step"] >= 2
+    stopped.send_signal(signal.SIGTERM)
+    output, errors = stopped.communicate(timeout=60)
+    first = losses("".join(lines) + output)
+    ends = re.findall(r"training stopped by SIGTERM after step (\d+)$", errors, re.MULTILINE)
+    assert ends == [str(max(first))] * 2 and stopped.returncode != 0
+    assert max(first) < STEPS
+    assert [path.name for path in (tmp_path / "fsdp").iterdir()] == ["checkpoint.pt"]
+
+    resumed = train(*command, ranks=2)
+    assert f"resumed from {tmp_path / 'fsdp'} at step {max(first)}\n" in resumed
+    half = ("fsdp", "2", str(PARAMETERS // 2), str(STATE_BYTES // 2 + STEP_BYTES))
+    assert STATE_LINE.findall("".join(lines)) == STATE_LINE.findall(resumed) == [half]
+    both = {**first, max(first) + 1: losses(reference)[max(first) + 1], **losses(resumed)}
+    assert both == pytest.approx(losses(reference), abs=2e-3)
+    model = load(MnistNet(), tmp_path / "fsdp")
+    assert_close(model, load(MnistNet(), tmp_path / "ddp"))
+
+    # Evaluated on rank 0, with the weights of both.
+    images, labels = zip(*MnistDataset(noise, train=False), strict=True)
+    right = model(torch.stack(images)).argmax(dim=1) == torch.tensor(labels)
+    assert f"test_accuracy={right.float().mean():.4f}\n" in resumed
+
+
+def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_either_parallelism(tmp_path):
+    """In turns; the batch is always the same one, so the number of ranks makes no difference."""
+    common = ["--data-mode", "synthetic", "--model", "small", "--batch-size", "8"]
+    common += ["--log-every", "1"]
+    folders = ["--checkpoint-dir", tmp_path / "one", "--model-dir", tmp_path / "one"]
+    reference = train(*common, "--max-steps", "12", *folders)
+    assert "parallelism=" not in reference
+    turns = [("fsdp", 4), ("ddp", 1), ("fsdp", 2), ("ddp", 2)]
+    for turn, (parallelism, ranks) in enumerate(turns):
+        command = [*common, "--max-steps", 3 * turn + 3, "--parallelism", parallelism]
+        command += ["--checkpoint-dir", tmp_path / "turns", "--model-dir", tmp_path / "turns"]
+        output = train(*command, ranks=ranks)
+        assert (f"at step {3 * turn}\n" in output) == (turn > 0)
+        steps = (3 * turn + 2, 3 * turn + 3)
+        expected = {step: losses(reference)[step] for step in steps}
+        assert losses(output) == pytest.approx(expected, abs=2e-4)
+        shares = [] if ranks == 1 else [(parallelism, str(ranks))]
+        assert [line[:2] for line in STATE_LINE.findall(output)] == shares
+    # Adam's moments show what its steps and so the losses hide: gradients that are too large.
+    states = [torch.load(tmp_path / name / "checkpoint.pt")["state"] for name in ("turns", "one")]
+    moments, expected = (state["optimizer"]["state"] for state in states)
+    torch.testing.assert_close(moments, expected, rtol=1e-3, atol=1e-5)
+    assert moments["fc.bias"]["step"] == 12
+    assert_close(load(SmallNet(), tmp_path / "turns"), load(SmallNet(), tmp_path / "one"))
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_job_with_fsdp(jobs: Jobs):
+    endings.upload_images()
+    job = endings.start(
+        jobs,
+        hyperparameters={"parallelism": "fsdp", "max-steps": 6},
+        groups={"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)},
+    )
+    answer = jobs.wait(job.name)
+    assert answer["TrainingJobStatus"] == "Completed", answer["FailureReason"]
+    parameters = sum(p.numel() for p in SmallNet().parameters()) // 2
+    lines = STATE_LINE.findall("\n".join(job.log()))
+    assert [line[:3] for line in lines] == [("fsdp", "2", str(parameters))]
+    files = archive(answer["ModelArtifacts"]["S3ModelArtifacts"])
+    SmallNet().load_state_dict(torch.load(io.BytesIO(files["model.pt"])))
+
+
+def test_wrong_value_gets_one_sentence(monkeypatch, tmp_path):
+    done = run("train_dnn.py", "--data-mode", "synthetic", "--max-steps", "1",
+               "--parallelism", "zero")  # fmt: skip
+    [sentence] = done.stderr.splitlines()
+    assert re.search(r"--parallelism: invalid choice: 'zero' .*ddp.*fsdp", sentence)
+
+    monkeypatch.setitem(ENVIRONMENT, "SAGEMAKER_BASE_DIR", str(tmp_path))
+    done = run("launcher.py", "--parallelism", "zero")
+    assert done.returncode != 0
+    assert "invalid choice: 'zero'" in (tmp_path / "output" / "failure").read_text()
+
+
+def test_fsdp_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(parallel, "fully_shard", None)
+    with pytest.raises(SystemExit, match=r"fsdp needs PyTorch 2\.6 or newer; this is \d"):
+        parallel.join_ranks(torch.device("cpu"), "fsdp")
+
+    def add_up(part: torch.Tensor, whole: torch.Tensor, op: dist.ReduceOp) -> None:
+        assert op == dist.ReduceOp.AVG
+        part.copy_(whole.sum())
+
+    monkeypatch.setattr(parallel, "fully_shard", print)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "reduce_scatter_single", add_up, raising=False)
+    with pytest.raises(SystemExit, match=r"fsdp needs GPUs with PyTorch \d.*: use ddp"):
+        parallel.join_ranks(torch.device("cpu"), "fsdp")
+
+
+def test_library_of_the_collective_operations(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert {parallel.choose_backend(cpu, name) for name in parallel.PARALLELISMS} == {"gloo"}
+    assert {parallel.choose_backend(gpu, name) for name in parallel.PARALLELISMS} == {"nccl"}
+    package = "smdistributed.dataparallel.torch.torch_smddp"
+    for end in [i for i, letter in enumerate(f"{package}.") if letter == "."]:
+        monkeypatch.setitem(sys.modules, package[:end], ModuleType(package[:end]))
+    assert parallel.choose_backend(gpu, "fsdp") == "smddp"
+    assert parallel.choose_backend(gpu, "ddp") == "nccl"
