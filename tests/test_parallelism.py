@@ -87,7 +87,8 @@ def test_fsdp_trains_as_ddp_with_half_of_the_state_and_goes_on_after_sigterm(noi
     stopped.send_signal(signal.SIGTERM)
     output, errors = stopped.communicate(timeout=60)
     first = losses("".join(lines) + output)
-    ends = re.findall(r"training stopped by SIGTERM after step (\d+)$", errors, re.MULTILINE)
+    # Two ranks may write on one line.
+    ends = re.findall(r"training stopped by SIGTERM after step (\d+)", errors)
     assert ends == [str(max(first))] * 2 and stopped.returncode != 0
     assert max(first) < STEPS
     assert [path.name for path in (tmp_path / "fsdp").iterdir()] == ["checkpoint.pt"]
