@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE"}  # what they say is no result
 sys.path += [str(ROOT / "pt.grpc.sagemaker" / "code"), str(ROOT / "benchmarks")]
 
 SHAPES = {

@@ -1,0 +1,160 @@
+"""Run two notebooks as a person would: in JupyterLab, in a browser, with Run All Cells.
+
+    apt install chromium
+    .venv/bin/python -m pip install playwright==1.65.2
+    .venv/bin/python tests/browser.py
+
+Runs a copy of the repository, checks that tables, figures and pictures are on the page and no
+error is, and leaves a picture of each page in build/browser/. On demand, not among `make test`:
+a browser is needed.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURES = ROOT / "build" / "browser"
+# What must be on the page, at least: tables of pandas, figures of matplotlib.
+NOTEBOOKS = {
+    "hello.world.sagemaker/helloworld-example.ipynb": (0, 0),
+    "pt.grpc.sagemaker/hetero-pytorch-mnist.ipynb": (3, 7),
+}
+MINUTES = 15  # for one notebook
+TRACKER = "@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
+
+
+def copy_repository(folder: Path) -> None:
+    """Copy what git tracks: JupyterLab writes into the notebooks that it has open."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    for name in names.stdout.decode().split("\0"):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def start_lab(folder: Path, settings: Path) -> tuple[subprocess.Popen, str]:
+    """Start JupyterLab in `folder`; return its process and its address, {} in place of a path."""
+    (settings / TRACKER).parent.mkdir(parents=True)
+    # All cells are part of the page, not only those in sight.
+    (settings / TRACKER).write_text(json.dumps({"windowingMode": "none"}))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    token = secrets.token_hex(16)
+    lab = subprocess.Popen(
+        [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"],
+        cwd=folder,
+        env={
+            **os.environ,
+            "JUPYTER_TOKEN": token,
+            "JUPYTERLAB_SETTINGS_DIR": str(settings),
+            "SAGEMAKER_TARGET": "local",
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    address = f"http://127.0.0.1:{port}/{{}}?token={token}"
+    for _ in range(300):
+        try:
+            urllib.request.urlopen(address.format("api/status")).close()
+            return lab, address
+        except urllib.error.URLError:
+            time.sleep(0.2)
+    lab.kill()
+    sys.exit("JupyterLab has not started within a minute.")
+
+
+def run_all(page, address: str) -> dict[str, int]:
+    """Open a notebook, run all of its cells, wait for the end; count what is on the page."""
+    page.goto(address)
+    page.get_by_text("Idle", exact=False).first.wait_for(timeout=60_000)  # the kernel is there
+    page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
+    page.get_by_text("Run All Cells", exact=True).click()
+    page.wait_for_function(  # the first cells are running, or done
+        "document.querySelector('.jp-CodeCell .jp-InputPrompt').innerText.trim() !== '[ ]:'"
+    )
+    page.wait_for_function(
+        """() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
+            .every(prompt => /\\[\\d+\\]/.test(prompt.innerText))
+            || document.querySelector('[data-mime-type="application/vnd.jupyter.error"]')""",
+        timeout=MINUTES * 60_000,
+        polling=500,
+    )
+    page.wait_for_timeout(2_000)  # for the last figures to be drawn
+    return page.evaluate(
+        """() => {
+            const count = selector => document.querySelectorAll(selector).length;
+            const images = [...document.querySelectorAll('.jp-Notebook img')];
+            return {
+                cells: count('.jp-CodeCell'),
+                errors: count('[data-mime-type="application/vnd.jupyter.error"]'),
+                tables: count('.jp-OutputArea table'),
+                figures: count('.jp-OutputArea .jp-RenderedImage img'),
+                images: images.length,
+                missing: images.filter(image => !image.complete || !image.naturalWidth).length,
+            };
+        }"""
+    )
+
+
+def take_picture(page, path: Path) -> None:
+    """Make the window as high as the notebook, and take a picture of it."""
+    height = page.evaluate(
+        "Math.max(...[...document.querySelectorAll('.jp-WindowedPanel-outer')]"
+        ".map(panel => panel.scrollHeight))"
+    )
+    page.set_viewport_size({"width": 1200, "height": min(height + 200, 16_000)})
+    page.wait_for_timeout(1_000)
+    page.screenshot(path=path)
+
+
+def main() -> None:
+    """Run the notebooks; fail if something is not on their pages."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        sys.exit("No playwright: .venv/bin/python -m pip install playwright==1.65.2")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if not chromium:
+        sys.exit("No chromium: install it (Debian, Ubuntu: apt install chromium).")
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    failed = []
+    with tempfile.TemporaryDirectory() as copy, tempfile.TemporaryDirectory() as settings:
+        copy_repository(Path(copy))
+        lab, address = start_lab(Path(copy), Path(settings))
+        try:
+            with sync_playwright() as playwright:
+                browser = playwright.chromium.launch(
+                    executable_path=chromium, args=["--no-sandbox"]
+                )
+                for notebook, (tables, figures) in NOTEBOOKS.items():
+                    page = browser.new_page(viewport={"width": 1200, "height": 1000})
+                    found = run_all(page, address.format(f"lab/tree/{notebook}"))
+                    picture = PICTURES / f"{Path(notebook).stem}.png"
+                    take_picture(page, picture)
+                    print(f"{notebook}: {found}; {picture.relative_to(ROOT)}")
+                    page.close()
+                    few = found["tables"] < tables or found["figures"] < figures
+                    if found["errors"] or found["missing"] or few:
+                        failed.append(notebook)
+                browser.close()
+        finally:
+            lab.send_signal(signal.SIGTERM)  # which ends its kernels, and so their jobs
+            lab.wait(30)
+    if failed:
+        sys.exit(f"Not as it should be: {failed}. See {PICTURES.relative_to(ROOT)}/")
+
+
+if __name__ == "__main__":
+    main()
