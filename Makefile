@@ -12,8 +12,8 @@ help: ## list the targets
 demo: $(environment) ## run the notebooks on this machine, without an AWS account; results in build/
 	@$(python) scripts/demo.py
 
-test: $(environment) ## run the tests
-	@$(python) -m pytest
+test: $(environment) ## run the tests, two files at a time: in many of them processes wait
+	@$(python) -m pytest -n 2 --dist loadfile
 
 bench: $(environment) build/bench/packages/.ready ## measure on this machine, beside others' ways
 	@missed=0; \

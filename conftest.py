@@ -37,13 +37,15 @@ def jobs(local, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="module")
-def temporary_folder(tmp_path_factory: pytest.TempPathFactory):
-    """A folder of our own for the jobs' files, so that what they leave can be told from others'."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("tmp")
-        patch.setenv("TMPDIR", str(folder))
-        patch.setattr(tempfile, "tempdir", str(folder))
-        yield folder
+def temporary_folder() -> Iterator[Path]:
+    """A folder of our own for the jobs' files, so that what they leave can be told from others'.
+
+    With a short name, as the sockets in it need: those of pytest are too long.
+    """
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -154,3 +154,18 @@ def test_clients_made_before_the_start_are_refused(tmp_path: Path):
     result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert result.returncode != 0
     assert "Restart the kernel and start the local SageMaker first" in result.stderr
+
+
+def test_a_folder_that_is_too_long_for_sockets_is_refused(tmp_path: Path):
+    folder = tmp_path / ("x" * 40)
+    folder.mkdir()
+    result = subprocess.run(
+        [sys.executable, "-c", "from shared import local_sagemaker\nlocal_sagemaker.start()"],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode != 0
+    assert f"{folder}, has too long a name for sockets" in result.stderr.splitlines()[-1]
+    assert "set TMPDIR to one of at most 38 characters" in result.stderr

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from unittest import mock
 
@@ -23,6 +24,10 @@ from .isolation import set_aside
 from .job import LOG_GROUP, Job
 
 ROLE_NAME = "LocalSageMakerRole"
+# A socket's name may have 107 characters. Python's own, for worker processes and shared memory, are
+# in a host's temporary folder.
+SOCKET = "/local-sagemaker-12345678/algo-10/tmp/pymp-12345678/listener-12345678"
+LONGEST_TMPDIR = 107 - len(SOCKET)
 _active: "LocalSageMaker | None" = None
 
 
@@ -127,7 +132,8 @@ def start(largest_cluster: dict[str, int] | None = None) -> LocalSageMaker:
 
     Called again in the same process it returns the session that runs. Raises RuntimeError where AWS
     clients exist already (they would still reach AWS), where another largest cluster is asked for
-    after jobs have run, and on systems other than Linux; ValueError for an unknown instance type.
+    after jobs have run, where the name of the folder for temporary files is too long, and on
+    systems other than Linux; ValueError for an unknown instance type.
     """
     global _active
     if _active is not None:
@@ -144,6 +150,11 @@ def start(largest_cluster: dict[str, int] | None = None) -> LocalSageMaker:
         raise RuntimeError(
             "The local SageMaker needs Linux (127.x addresses, CPU affinity): "
             "use Linux, WSL, or a container."
+        )
+    if len(folder := tempfile.gettempdir()) > LONGEST_TMPDIR:
+        raise RuntimeError(
+            f"The folder for temporary files, {folder}, has too long a name for sockets in the "
+            f"hosts' own: set TMPDIR to one of at most {LONGEST_TMPDIR} characters, such as /tmp."
         )
     guarded = BotocoreStubber.__call__ is _answer_or_refuse  # by an earlier session
     clients = [] if guarded else _instances(botocore.client.BaseClient)
