@@ -7,6 +7,7 @@ DataLoader, and by Ray Data; the consumer does nothing with the batches. All are
 ten times, and the medians compared. benchmarks/README.md says more.
 """
 
+import logging
 import multiprocessing
 import os
 import sys
@@ -81,6 +82,7 @@ class Augment:
 def prepare_with_ray() -> Iterator:
     import ray
 
+    logging.disable(logging.WARNING)  # what Ray Data says is no result
     cores = len(os.sched_getaffinity(0))
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Ray's own processes import from there
     # One more than there are: reading, too, must be let go on beside the actors.
@@ -90,7 +92,9 @@ def prepare_with_ray() -> Iterator:
     ray.data.DataContext.get_current().enable_progress_bars = False
     ray.cloudpickle.register_pickle_by_value(sys.modules[Augment.__module__])  # it is a program
     numbers = ray.data.range(10_000_000, override_num_blocks=10_000)
-    batches = numbers.map_batches(Augment, batch_size=BATCH_SIZE, concurrency=cores)
+    batches = numbers.map_batches(
+        Augment, batch_size=BATCH_SIZE, compute=ray.data.ActorPoolStrategy(size=cores)
+    )
     for batch in batches.iter_torch_batches(batch_size=BATCH_SIZE, prefetch_batches=2):
         yield batch["images"], batch["labels"]
 
@@ -132,7 +136,8 @@ def main() -> None:
         RAY: (cores[0], prepare_with_ray),
     }
     found: dict[str, list[float]] = {way: [] for way in ways}
-    processes = [data_host]
+    processes, folder = [data_host], tempfile.TemporaryDirectory()
+    os.environ["RAY_TMPDIR"] = folder.name  # Ray does not remove what it writes there
     try:
         # Ray Data by itself, since its own processes are never quite idle.
         for group in ([OURS, DATALOADER], [RAY]):
@@ -154,6 +159,7 @@ def main() -> None:
         for process in processes:
             process.terminate()
             process.join()
+        folder.cleanup()
 
     medians = {way: median(values) for way, values in found.items()}
     print(f"\nSamples per second, prepared on one core of this machine, medians of {TIMES}:\n")
