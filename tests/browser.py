@@ -30,17 +30,26 @@ NOTEBOOKS = {
     "hello.world.sagemaker/helloworld-example.ipynb": (0, 0),
     "pt.grpc.sagemaker/hetero-pytorch-mnist.ipynb": (3, 7),
 }
-MINUTES = 15  # for one notebook
+MINUTES = 10  # for one notebook
 TRACKER = "@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
 
 
 def copy_repository(folder: Path) -> None:
-    """Copy what git tracks: JupyterLab writes into the notebooks that it has open."""
+    """Copy what git tracks: JupyterLab writes into the notebooks that it has open.
+
+    Without the outputs: those on the page shall be new.
+    """
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     for name in names.stdout.decode().split("\0"):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
+    for name in NOTEBOOKS:
+        notebook = json.loads((folder / name).read_text())
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                cell |= {"outputs": [], "execution_count": None}
+        (folder / name).write_text(json.dumps(notebook))
 
 
 def start_lab(folder: Path, settings: Path) -> tuple[subprocess.Popen, str]:
@@ -78,12 +87,17 @@ def start_lab(folder: Path, settings: Path) -> tuple[subprocess.Popen, str]:
 def run_all(page, address: str) -> dict[str, int]:
     """Open a notebook, run all of its cells, wait for the end; count what is on the page."""
     page.goto(address)
-    page.get_by_text("Idle", exact=False).first.wait_for(timeout=60_000)  # the kernel is there
-    page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
-    page.get_by_text("Run All Cells", exact=True).click()
-    page.wait_for_function(  # the first cells are running, or done
-        "document.querySelector('.jp-CodeCell .jp-InputPrompt').innerText.trim() !== '[ ]:'"
+    page.get_by_text("Kernel status: Idle").first.wait_for(state="attached", timeout=60_000)
+    started = (
+        "[...document.querySelectorAll('.jp-InputPrompt')].some(p => /[*\\d]/.test(p.innerText))"
     )
+    for _ in range(5):  # JupyterLab does nothing while the kernel is not connected
+        page.wait_for_timeout(3_000)
+        page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
+        page.get_by_text("Run All Cells", exact=True).click()
+        page.wait_for_timeout(3_000)
+        if page.evaluate(started):
+            break
     page.wait_for_function(
         """() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
             .every(prompt => /\\[\\d+\\]/.test(prompt.innerText))
@@ -116,6 +130,10 @@ def take_picture(page, path: Path) -> None:
     )
     page.set_viewport_size({"width": 1200, "height": min(height + 200, 16_000)})
     page.wait_for_timeout(1_000)
+    page.evaluate(
+        "document.querySelectorAll('.jp-WindowedPanel-outer').forEach(p => p.scrollTo(0, 0))"
+    )
+    page.wait_for_timeout(1_000)
     page.screenshot(path=path)
 
 
@@ -130,6 +148,7 @@ def main() -> None:
         sys.exit("No chromium: install it (Debian, Ubuntu: apt install chromium).")
     PICTURES.mkdir(parents=True, exist_ok=True)
     failed = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and so end JupyterLab, too
     with tempfile.TemporaryDirectory() as copy, tempfile.TemporaryDirectory() as settings:
         copy_repository(Path(copy))
         lab, address = start_lab(Path(copy), Path(settings))
@@ -139,9 +158,12 @@ def main() -> None:
                     executable_path=chromium, args=["--no-sandbox"]
                 )
                 for notebook, (tables, figures) in NOTEBOOKS.items():
+                    page_name = Path(notebook).stem  # of a workspace with no other notebook in it
                     page = browser.new_page(viewport={"width": 1200, "height": 1000})
-                    found = run_all(page, address.format(f"lab/tree/{notebook}"))
-                    picture = PICTURES / f"{Path(notebook).stem}.png"
+                    found = run_all(
+                        page, address.format(f"lab/workspaces/{page_name}/tree/{notebook}")
+                    )
+                    picture = PICTURES / f"{page_name}.png"
                     take_picture(page, picture)
                     print(f"{notebook}: {found}; {picture.relative_to(ROOT)}")
                     page.close()
