@@ -30,7 +30,9 @@ from feed_server import FeedServer, serve  # noqa: E402
 
 TOKEN = "a token"
 SAMPLES, BATCH_SIZE = 103, 7  # nothing divides 103; 3 ranks have 35 samples each, or drop to 34
-PORTS = iter(random.sample(range(30_000, 32_768), 2768))  # those that Linux gives begin there
+# Below those that Linux gives; of several test processes (pytest-xdist) each has its own.
+PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = iter(random.sample(range(30_000 + PROCESS % 8, 32_768, 8), 346))
 Point = namedtuple("Point", "x y")
 
 
@@ -103,6 +105,19 @@ class Raising(Plain):
         return super().__getitem__(index)
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise, and asyncio: no Exception."""
+
+
+class Panicking(Plain):
+    """Sample 42 is worse."""
+
+    def __getitem__(self, index: int) -> dict:
+        if index == 42:
+            raise Panic("index out of bounds")
+        return super().__getitem__(index)
+
+
 class Bulky(Plain):
     """Samples that go through a DataLoader's pipe as they are: more than it holds."""
 
@@ -165,6 +180,7 @@ DATASETS = {
     "random": Random(),
     "steady": Steady(),
     "raising": Raising(),
+    "panicking": Panicking(),
     "slow": Slow(),
     "signed": Signed(),
     "growing": Growing(),

@@ -2,9 +2,11 @@
 
 import json
 import multiprocessing
+import os
 import random
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -50,7 +52,7 @@ from feed_server import FeedServer  # noqa: E402
 @pytest.fixture(scope="module")
 def data_hosts() -> list[DataHost]:
     """Three data hosts with different numbers of worker processes."""
-    names = ["plain", "random", "raising", "short", "slow", "structures"]
+    names = ["plain", "random", "raising", "panicking", "short", "slow", "structures"]
     hosts = [DataHost(*names, num_workers=workers) for workers in (2, 0, 3)]
     for host in hosts:
         host.wait_until_serving()
@@ -215,6 +217,15 @@ def test_dataset_exception_arrives_once_in_its_place(data_hosts):
     assert 'raise LookupError("sample 42 is broken' in text  # the traceback's source line
     assert next(batches, "no more") == "no more"
     assert len(list(feed("plain", data_hosts, batch_size=BATCH_SIZE))) == 15  # they serve on
+
+
+def test_what_is_raised_need_be_no_exception(data_hosts):
+    for host in data_hosts:
+        batches = iter(feed("panicking", [host], batch_size=BATCH_SIZE))
+        for _ in range(42 // BATCH_SIZE):
+            next(batches)
+        with pytest.raises(DatasetError, match="batch 6: Panic: index out of bounds"):
+            next(batches)
 
 
 def test_structures_arrive_as_they_left(data_hosts):
@@ -386,12 +397,46 @@ def test_leaving_an_epoch_frees_its_threads_and_streams(monkeypatch, dataset, ep
     wait_until(lambda: not multiprocessing.active_children())
 
 
-def test_program_that_leaves_in_the_middle_of_an_epoch_ends(data_hosts):
+@pytest.mark.parametrize("name", ["plain", "slow"])  # it waits for room, or for a batch
+def test_program_that_leaves_in_the_middle_of_an_epoch_ends(data_hosts, name):
+    """Also when Python stops gRPC's threads, as all daemons, while they hold a lock."""
+    code = f"""if True:
+        import atexit, gc, sys, threading, time
+        sys.path[:0] = {sys.path!r}
+        from grpc._channel import _RPCState
+        from feed_client import FeedLoader
+
+        def hold_locks():
+            for state in gc.get_objects():
+                if isinstance(state, _RPCState):
+                    state.condition.acquire()
+
+        @atexit.register  # the last one to run
+        def stop_threads():
+            thread = threading.Thread(target=hold_locks)
+            thread.start()
+            thread.join()
+
+        loader = FeedLoader([{data_hosts[0].addresses[name]!r}], {TOKEN!r}, {BATCH_SIZE})
+        batches = iter(loader)
+        next(batches)
+        time.sleep(1)
+        sys.exit(5)"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 5
+
+
+def test_killed_workers_of_a_local_loader_leave_no_folder():
     code = f"""if True:
         import sys
         sys.path[:0] = {sys.path!r}
-        from feed_client import FeedLoader
-        batches = iter(FeedLoader([{data_hosts[0].addresses["plain"]!r}], {TOKEN!r}, 1))
-        next(batches)
-        sys.exit(5)"""
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 5
+        from batches import LocalLoader
+        from data_hosts import Plain
+        loader = LocalLoader(Plain(), 1, num_workers=2)
+        batches = iter(loader)
+        next(batches), next(batches)
+        for worker in loader._loader._iterator._workers:
+            worker.kill()"""
+    folder = tempfile.mkdtemp()  # with a short name, as the sockets in it need
+    environment = {**os.environ, "TMPDIR": folder}
+    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=30)
+    os.rmdir(folder)  # it is empty

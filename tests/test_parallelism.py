@@ -3,7 +3,6 @@
 import io
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 import endings
 from jobs import Jobs, archive
-from test_training import CODE, ENVIRONMENT, STEP_LINE, run, torchrun, train, write_idx
+from test_training import CODE, STEP_LINE, run, start, torchrun, train, write_idx
 
 sys.path.insert(0, str(CODE))
 
@@ -71,14 +70,7 @@ def test_fsdp_trains_as_ddp_with_half_of_the_state_and_goes_on_after_sigterm(noi
 
     command = [*common, "--parallelism", "fsdp", "--test-dir", noise]
     command += ["--checkpoint-dir", tmp_path / "fsdp", "--model-dir", tmp_path / "fsdp"]
-    stopped = subprocess.Popen(
-        [sys.executable, *torchrun(2), "train_dnn.py", *map(str, command)],
-        cwd=CODE,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    stopped = start(*torchrun(2), "train_dnn.py", *command)
     lines = []
     while not lines or not lines[-1].startswith("step=4 "):
         lines.append(stopped.stdout.readline())
@@ -157,7 +149,7 @@ def test_wrong_value_gets_one_sentence(monkeypatch, tmp_path):
     [sentence] = done.stderr.splitlines()
     assert re.search(r"--parallelism: invalid choice: 'zero' .*ddp.*fsdp", sentence)
 
-    monkeypatch.setitem(ENVIRONMENT, "SAGEMAKER_BASE_DIR", str(tmp_path))
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
     done = run("launcher.py", "--parallelism", "zero")
     assert done.returncode != 0
     assert "invalid choice: 'zero'" in (tmp_path / "output" / "failure").read_text()

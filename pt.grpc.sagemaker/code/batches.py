@@ -19,6 +19,7 @@ are used alike:
 
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
 import random
 import threading
@@ -285,6 +286,8 @@ class LocalLoader(EpochLoader):
         super().__init__(
             BatchPlan(len(dataset), batch_size, shuffle, drop_last, seed, rank, world_size)
         )
+        if num_workers:
+            multiprocessing.util.get_temp_dir()  # else each makes one, left if it is killed
         self._loader = DataLoader(
             batches,
             sampler=KeySampler(),

@@ -135,12 +135,17 @@ class FeedLoader(EpochLoader):
         threads = []
 
         def close() -> None:
+            if arrivals.ended.is_set():
+                return
             arrivals.end()
             for thread in threads:
                 thread.join()
+            arrivals.calls.clear()
 
         # A program may end in the middle of an epoch: it must not wait for these threads (so:
-        # daemons), nor end them only when Python runs no threads any more (so: at exit).
+        # daemons), nor end them only when Python runs no threads any more (so: at exit). By then
+        # nothing may be left to do, neither here nor for gRPC's destructors: its threads may have
+        # stopped for good while they held a lock.
         atexit.register(close)
         try:
             for host in self._hosts:
@@ -304,7 +309,10 @@ class Arrivals:
                 now = time.monotonic()
                 if len(self.failing) == self.hosts and self.all_failing_since is None:
                     self.all_failing_since = now
-                if now - (self.all_failing_since or now) > self.retry_timeout:
+                # A host that has answered a call is up: its first batch may take minutes.
+                answered = any(call.at_most for call in self.calls)
+                overdue = now - (self.all_failing_since or now) > self.retry_timeout
+                if overdue and not answered:
                     sentence = f"no data host has sent batch {self.next}"
                     self.error = ConnectionError(
                         f"{sentence} for {self.retry_timeout:g} s: {failure}"
@@ -331,6 +339,7 @@ def fetch(arrivals: Arrivals, host: str, token: str, pin_memory: bool) -> None:
                 return
             except Exception as error:
                 arrivals.fail(call, host, _explain(error, host))
+                error.__traceback__ = None  # it refers to the call, and this to it: it would stay
         arrivals.ended.wait(RETRY_PAUSE)
 
 

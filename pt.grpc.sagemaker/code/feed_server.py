@@ -14,6 +14,7 @@ workers; anything else is copied to each of them.
 
 import hmac
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import queue
@@ -93,7 +94,7 @@ def answer_for(batches: SeededBatches, key: BatchKey) -> Answer:
     try:
         structure, buffers = encode(batches[key])
         return Answer(structure.SerializeToString(), tuple(buffers))
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # what libraries in Rust raise, for one, is no Exception
         text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
         # A file name in it may be no Unicode.
         return Answer(error=text[:100_000].encode(errors="backslashreplace").decode())
@@ -119,6 +120,7 @@ class Worker:
     """A worker process. Raises TypeError if the batches cannot be sent to it."""
 
     def __init__(self, batches: SeededBatches):
+        multiprocessing.util.get_temp_dir()  # else it makes its own, which nobody removes
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.utils.data", __name__])  # imported once for all
         self.connection, its = context.Pipe()
