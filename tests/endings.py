@@ -1,7 +1,8 @@
 """Every way that a job of the PyTorch example can end, as the example's README lists them.
 
-Each `Ending` runs the example on two data hosts and two dnn hosts of two ranks each, brings one
-event about with real signals and API calls, and says what must come of it.
+Each `Ending` runs the example on two data hosts and two dnn hosts, of two ranks each unless it is
+about data hosts only, brings one event about with real signals and API calls, and says what must
+come of it.
 
     python tests/endings.py 5       runs each ending five times and prints a table of the worst
 """
@@ -32,6 +33,9 @@ BUCKET, IMAGES = "endings", 640
 HYPERPARAMETERS = {"model": "small", "batch-size": 16, "processes-per-host": 2, "log-every": 1,
                    "augment": 1, "workers": 1, "epochs": 1000, "checkpoint-every": 5}  # fmt: skip
 HOST = r"algo-\d \({}_group\)"
+# Steps without end would take the cores from whatever is to happen meanwhile.
+STEP = "            optimizer.zero_grad()\n"
+LEISURELY = (STEP, f"            time.sleep(0.1)\n{STEP}")
 DATA, DNN, ANY = HOST.format("data"), HOST.format("dnn"), HOST.format("(data|dnn)")
 
 
@@ -136,7 +140,7 @@ def start(jobs: Jobs, changes: dict | None = None, late: int = 0, **settings) ->
     """Start the example; changes: (old, new) texts by file; late: seconds, of one data host."""
     files = {path.name: path.read_text() for path in CODE.iterdir() if path.is_file()}
     del files["requirements.txt"]  # checking them takes longer than everything else
-    for file, (old, new) in (changes or {}).items():
+    for file, (old, new) in [("train_dnn.py", LEISURELY), *(changes or {}).items()]:
         assert files[file].count(old) == 1, (file, old)
         files[file] = files[file].replace(old, new)
     command = "exec python launcher.py"
@@ -200,8 +204,7 @@ ENOUGH = (
     "                last_step = step\n"
     "            stopping = parallel.any_rank(",
 )
-# Waiting takes no cores from the tests that run beside.
-LEISURELY = ("            step += 1\n", "            step += 1\n            time.sleep(0.5)\n")
+ONE_EACH = {"hyperparameters": {"processes-per-host": 1}}
 JOIN_SOONER = ("JOIN_SECONDS = 600", "JOIN_SECONDS = 20")
 RUNTIME = 60  # seconds; a slow machine needs half of it until training is under way
 AWS_KILLS = 120  # seconds after SIGTERM
@@ -229,7 +232,7 @@ ENDINGS = {
             job.kill_data_servers([0], times=1),
             job.finish_training(after="serving 640 samples", times=3),  # two hosts, one twice
         ),
-        settings={"max_runtime_seconds": 600, "changes": {"train_dnn.py": ENOUGH}},
+        settings={"max_runtime_seconds": 600, "changes": {"train_dnn.py": ENOUGH}, **ONE_EACH},
         logged="train_data.py was killed by signal 9; restart in 1 s",
     ),
     "a data server crashes again and again": Ending(
@@ -237,17 +240,17 @@ ENDINGS = {
             job.kill_data_servers([0], times=4),
             job.finish_training(after="The job goes on without it."),
         ),
-        settings={"max_runtime_seconds": 600, "changes": {"train_dnn.py": ENOUGH}},
+        settings={"max_runtime_seconds": 600, "changes": {"train_dnn.py": ENOUGH}, **ONE_EACH},
     ),
     "all data servers crash again and again": Ending(
         "Failed",
         rf"On {DATA}, train_data.py was killed by signal 9, 4 times\. "
         r"No host of data_group is left\.",
-        10, lambda job: job.kill_data_servers([0, 1], times=4),
+        10, lambda job: job.kill_data_servers([0, 1], times=4), settings=ONE_EACH,
     ),
     "launcher killed on a data host": Ending(
         "Failed", rf"The launcher on {DATA} is gone: connection closed\.", 15,
-        lambda job: job.launcher("data_group", 1).kill(),
+        lambda job: job.launcher("data_group", 1).kill(), settings=ONE_EACH,
     ),
     "launcher killed on a dnn host": Ending(
         "Failed", rf"The launcher on {DNN} is gone: connection closed\.", 15,
@@ -263,14 +266,14 @@ ENDINGS = {
     ),
     "a data host falls silent": Ending(
         "Failed", rf"The launcher on {DATA} is gone: silent for 20 s\.",
-        30 + AWS_KILLS, lambda job: job.freeze("data_group", 0), slow=True,
+        30 + AWS_KILLS, lambda job: job.freeze("data_group", 0), slow=True, settings=ONE_EACH,
     ),
     "StopTrainingJob": Ending(
         "Stopped", "", 15, Running.stop, logged="stopped by SIGTERM after step",
     ),
     "MaxRuntimeInSeconds": Ending(
         "Stopped", "", 15, lambda job: time.sleep(job.started_at() + RUNTIME - time.time()),
-        settings={"max_runtime_seconds": RUNTIME, "changes": {"train_dnn.py": LEISURELY}},
+        settings={"max_runtime_seconds": RUNTIME},
         logged="stopped by SIGTERM after step",
     ),
     "a host starts 60 s later": Ending(
@@ -280,7 +283,7 @@ ENDINGS = {
     "a host never comes": Ending(
         "Failed", rf"{DATA} did not come up within 20 s\.", 50 + AWS_KILLS,
         lambda job: None, when=lambda job: None, slow=True,
-        settings={"late": 3600, "changes": {"hetero.py": JOIN_SOONER}},
+        settings={"late": 3600, "changes": {"hetero.py": JOIN_SOONER}, **ONE_EACH},
     ),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -42,8 +43,8 @@ from shared import monitoring
 endings.upload_images()
 job = endings.start(jobs, hyperparameters={"max-steps": 100})
 endings.after_steps(job)
-print("RUNNING", job.name, flush=True)
 try:
+    print("RUNNING", job.name, flush=True)
     monitoring.wait(job.name)
 except KeyboardInterrupt:  # ends a notebook's cell, not its kernel
     print("INTERRUPTED", flush=True)
@@ -52,17 +53,26 @@ print("ENDED WELL", flush=True)
 """
 
 
+def read_until(word: str, kernel: subprocess.Popen) -> str:
+    """The first line that begins with `word`; what came before it is gone."""
+    lines = []
+    for line in kernel.stdout:
+        lines.append(line)
+        if line.startswith(word):
+            return line
+    raise AssertionError(f"it ended without {word}: {lines}")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ctrl_c_and_the_end_of_the_kernel(tmp_path: Path, temporary_folder: Path, number: int):
     kernel = start_kernel(KERNEL, tmp_path)
-    running = next(line for line in kernel.stdout if line.startswith("RUNNING"))
-    job = endings.Running(None, running.split()[1])
+    job = endings.Running(None, read_until("RUNNING", kernel).split()[1])
     assert job.processes("train_dnn.py")
     os.kill(kernel.pid, number)
     if number == signal.SIGINT:
-        assert "INTERRUPTED\n" in kernel.stdout
+        read_until("INTERRUPTED", kernel)
         assert job.processes("train_dnn.py")
-        assert "ENDED WELL\n" in kernel.stdout
+        read_until("ENDED WELL", kernel)
     deadline = time.monotonic() + 5
     while left := [*job.processes(), *temporary_folder.iterdir()]:
         assert time.monotonic() < deadline, left

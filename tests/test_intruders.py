@@ -32,7 +32,7 @@ ATTACKS = {
 def job(jobs: Jobs) -> Running:
     """A job that trains until it is stopped; it must still do so after each test."""
     endings.upload_images()
-    running = endings.start(jobs, max_runtime_seconds=600)
+    running = endings.start(jobs, max_runtime_seconds=600, **endings.ONE_EACH)
     endings.after_steps(running)
     return running
 
@@ -78,7 +78,7 @@ def refusals(job: Running, why: str) -> int:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_talk_that_is_not_ours_on_every_port(job: Running, unharmed, attack: str):
     addresses = listeners(job)
-    assert len({port for _, port in addresses}) >= 3 + 4  # ours, and at least one of each rank
+    assert len({port for _, port in addresses}) >= 3 + 2  # ours, and at least one of each rank
     with contextlib.ExitStack() as connections:
         for address in addresses:
             connection = connections.enter_context(socket.create_connection(address, timeout=5))

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import boto3
@@ -90,7 +91,7 @@ def test_metrics_and_cpu_use_reach_cloudwatch(jobs: Jobs):
     final = [(m["MetricName"], m["Value"]) for m in job["FinalMetricDataList"]]
     assert final == [("score", 0.75)]
 
-    def values(metric: str, dimension: str, value: str) -> list[float]:
+    def values(metric: str, dimension: str, value: str) -> dict[datetime, float]:
         data = boto3.client("cloudwatch").get_metric_statistics(
             Namespace="/aws/sagemaker/TrainingJobs",
             MetricName=metric,
@@ -100,13 +101,15 @@ def test_metrics_and_cpu_use_reach_cloudwatch(jobs: Jobs):
             Period=1,
             Statistics=["Maximum"],
         )["Datapoints"]
-        return [d["Maximum"] for d in sorted(data, key=lambda d: d["Timestamp"])]
+        return {d["Timestamp"]: d["Maximum"] for d in sorted(data, key=lambda d: d["Timestamp"])}
 
-    assert values("score", "TrainingJobName", "metrics") == [0.25, 0.75]
+    assert [*values("score", "TrainingJobName", "metrics").values()] == [0.25, 0.75]
     # One of the host's cores is busy, and an ml.m5.large has 2 vCPUs: 200 % on CloudWatch's scale.
     cores = int(jobs.log("metrics")[0].split()[1])
-    busiest = max(values("CPUUtilization", "Host", "metrics/algo-1"))
-    assert 0.3 * 200 / cores < busiest <= 1.05 * 200 / cores
+    cpu = values("CPUUtilization", "Host", "metrics/algo-1")
+    assert 0.3 * 200 / cores < max(cpu.values()) <= 1.05 * 200 / cores
+    # A value's time is the beginning of what it is about: the first is of the host's first seconds.
+    assert abs(min(cpu) - job["TrainingStartTime"]) < timedelta(seconds=1.5)
 
 
 def test_channels_go_to_their_groups(jobs: Jobs):

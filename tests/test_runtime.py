@@ -27,12 +27,17 @@ hetero.run(cluster, "dnn_group", dict.fromkeys(["data_group", "dnn_group"], comm
 SERVE = "import time\nprint('serving', flush=True)\ntime.sleep(100)"
 
 
-def run(jobs: Jobs, groups: dict | None = GROUPS, token: str = "secret", **scripts: str) -> dict:
-    """Run a job of hetero.py and the given scripts, by instance group."""
+def start(jobs: Jobs, token: str = "secret", **scripts: str) -> str:
+    """Start a job of hetero.py and the given scripts, by instance group; return its name."""
     files = {**RUNTIME, "launcher.py": LAUNCHER}
     files.update({f"{name}.py": text for name, text in scripts.items()})
     environment = {"HETERO_TOKEN": token} if token else {}
-    return jobs.run(files, "exec python launcher.py", groups, environment=environment)
+    return jobs.create(files, "exec python launcher.py", GROUPS, environment=environment)
+
+
+def run(jobs: Jobs, token: str = "secret", **scripts: str) -> dict:
+    """Start such a job, and wait for its end."""
+    return jobs.wait(start(jobs, token, **scripts))
 
 
 def test_training_starts_when_all_are_there_and_its_end_ends_all(jobs: Jobs):
@@ -97,6 +102,7 @@ cluster = hetero.read_cluster()
 pids = Path(os.environ["SAGEMAKER_BASE_DIR"]).parents[2]  # all hosts' folder
 
 def freeze(*_):
+    time.sleep(2)  # by now the others have signed off
     os.kill(int((pids / "VICTIM").read_text()), signal.SIGSTOP)
     time.sleep(1)
     sys.exit()
@@ -112,20 +118,30 @@ time.sleep(2 if cluster.group == "dnn_group" else 100)
 """
 
 
-@pytest.mark.parametrize(
-    "victim, reason",
-    [
-        ("data_group-0", r"algo-\d \(data_group\) did not end when the training had ended\."),
-        ("dnn_group-0", r"lost the leader, algo-\d \(dnn_group\): silent for 12 s"),
-    ],
-)
-def test_a_host_that_freezes_after_the_training_fails_the_job(jobs: Jobs, victim: str, reason: str):
-    """Else the job would go on, and be billed, until MaxRuntimeInSeconds."""
-    script = FREEZE_AT_THE_END.replace("VICTIM", victim)
-    hetero = RUNTIME["hetero.py"].replace("LOST_SECONDS = 2, 20", "LOST_SECONDS = 2, 12")
-    job = run(jobs, hetero=hetero, data_group=script, dnn_group=script)
-    assert job["TrainingJobStatus"] == "Failed"
-    assert re.search(reason, job["FailureReason"])
+def test_a_host_that_freezes_as_the_training_ends_fails_the_job(jobs: Jobs):
+    """Else the job would go on, and be billed, until MaxRuntimeInSeconds. Four jobs at once."""
+    after = RUNTIME["hetero.py"].replace("LOST_SECONDS = 2, 20", "LOST_SECONDS = 2, 12")
+    stays = r"algo-\d \(data_group\) did not end when the training had ended\."
+    lost = r"lost the leader, algo-\d \(dnn_group\): silent for 12 s"
+    reasons = {}
+    victims = {"data_group-0": stays, "data_group-1": stays, "dnn_group-0": lost}
+    for victim, reason in victims.items():
+        script = FREEZE_AT_THE_END.replace("VICTIM", victim)
+        name = start(jobs, hetero=after, data_group=script, dnn_group=script)
+        reasons[name] = reason
+
+    # Just before the end: noticed only when the leader waits for all to sign off.
+    script = FREEZE_AT_THE_END.replace("VICTIM", "data_group-0")
+    script = script.replace("signal.signal(signal.SIGTERM, freeze)", "freeze()")
+    script = script.replace("time.sleep(2 if", "time.sleep(5 if")  # training lasts longer
+    before = RUNTIME["hetero.py"].replace("LOST_SECONDS = 2, 20", "LOST_SECONDS = 2, 6")
+    name = start(jobs, hetero=before, data_group=script, dnn_group=script)
+    reasons[name] = stays
+
+    for name, reason in reasons.items():
+        job = jobs.wait(name)
+        assert job["TrainingJobStatus"] == "Failed"
+        assert re.search(reason, job["FailureReason"]), (reason, job["FailureReason"])
 
 
 def test_hosts_that_come_up_after_a_failure_hear_of_it(jobs: Jobs):
@@ -233,6 +249,7 @@ def test_a_job_of_several_groups_needs_a_token(jobs: Jobs):
             "instance groups ['data_group', 'gpu', 'x']",
         ),
         (None, {"data-mode": "service"}, "data-mode 'service' needs a data group"),
+        (None, {"processes-per-host": 0}, "processes-per-host must be 1 or more."),
         (None, {"data-mode": "fast"}, "argument --data-mode: invalid choice: 'fast'"),
         (None, {"batchsize": 3}, "unrecognized arguments: --batchsize 3"),
     ],

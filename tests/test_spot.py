@@ -12,7 +12,7 @@ import endings
 from jobs import Jobs, archive
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-STEPS = 60
+STEPS = 40
 # What each rank trains on in each step, in the log: written at once, or ranks would mix lines.
 TELL_BATCHES = (
     "            step += 1\n",

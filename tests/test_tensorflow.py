@@ -106,13 +106,18 @@ def test_the_runtime_is_the_same_as_in_the_pytorch_example():
 COLLECT = """
 import json, os, sys, time, zlib
 import horovod.tensorflow as hvd
+import tensorflow as tf
 import pipeline
 hvd.init()
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 os.chdir(arguments["--channels"])
 files, dispatcher = pipeline.find_files("training/*"), arguments["--dispatcher"]
-time.sleep(5)  # until all workers are up
-for images, configs in pipeline.build(files, 8, augment=0, passes=2, dispatcher=dispatcher):
+batches = pipeline.build(files, 8, augment=0, passes=2, dispatcher=dispatcher)
+while not os.path.exists("GO"):
+    time.sleep(0.1)
+for n, (images, configs) in enumerate(batches):
+    if n == 0:
+        hvd.allreduce(tf.zeros(()))  # or one rank takes them all while the other starts
     worker = json.loads(configs[0].numpy())["current_host"]
     seen = [zlib.crc32((image.numpy() * 255).round().astype("uint8")) for image in images]
     print("seen", hvd.rank(), worker, *seen, flush=True)
@@ -126,11 +131,15 @@ def test_ranks_together_get_every_record_of_their_job_once_in_each_pass(
     start, tmp_path: Path, records: str
 ):
     other = upload(tmp_path / "b", "b", first=1000)
+    collect = COLLECT.replace("GO", f"{tmp_path}/go")
     change = {
-        "train_dnn.py": [((CODE / "train_dnn.py").read_text(), COLLECT)],
+        "train_dnn.py": [((CODE / "train_dnn.py").read_text(), collect)],
         "pipeline.py": [TELL_WORKER, FEW_AT_ONCE],
     }
     side_by_side = {0: start(TWO_AND_TWO, change), 1000: start(TWO_AND_TWO, change, data=other)}
+    for job in side_by_side.values():  # all workers are up
+        job.jobs.wait_for_log(job.name, "worker at", seconds=120, times=2)
+    (tmp_path / "go").touch()
     for first, job in side_by_side.items():
         assert_completed(job)
         lines = [line.split()[1:] for line in job.log() if line.startswith("seen")]
@@ -227,6 +236,7 @@ def test_resnet50_trains_here_too(start, tmp_path: Path):
     [
         (TWO_AND_TWO, {"horovod": "mpi"}, "horovod 'mpi' is for a single dnn host"),
         (None, {"data-mode": "service"}, "data-mode 'service' needs a data group"),
+        (None, {"processes-per-host": 0}, "processes-per-host must be 1 or more."),
         (None, {"model": "large"}, "There is no model 'large': choose one of resnet50, small."),
         (None, {"batch-size": 0}, "--batch-size must be 1 or more"),
     ],

@@ -23,7 +23,6 @@ sys.path.insert(0, str(CODE))
 
 from dataset import MEAN, STD, MnistDataset, milliseconds_per_sample  # noqa: E402
 
-ENVIRONMENT = {**os.environ, "HETERO_TOKEN": "a token", "PYTHONUNBUFFERED": "1"}
 STEP_LINE = re.compile(
     r"^step=(\d+) epoch=(\d+) loss=([\d.]+) step_time_ms=([\d.]+) data_wait_ms=([\d.]+) "
     r"samples_per_s=([\d.]+)$",
@@ -63,16 +62,26 @@ def digits(tmp_path_factory) -> Path:
     return folder
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess:
-    """Run a Python program of the example (or a module, with -m) to its end."""
-    return subprocess.run(
+def start(*command: str | Path) -> subprocess.Popen:
+    """Start a Python program of the example (or a module, with -m)."""
+    return subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=CODE,
-        env=ENVIRONMENT,
-        capture_output=True,
+        env={**os.environ, "HETERO_TOKEN": "a token", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
     )
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess:
+    """Run one to its end."""
+    with start(*command) as program:
+        try:
+            output, errors = program.communicate(timeout=120)
+        finally:
+            program.kill()
+    return subprocess.CompletedProcess(command, program.returncode, output, errors)
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -204,14 +213,8 @@ def data_hosts(digits):
         socket.create_server(("127.0.0.1", 0)) as two,
     ):
         addresses = [f"127.0.0.1:{server.getsockname()[1]}" for server in (one, two)]
-    command = [sys.executable, "train_data.py", "--train-dir", digits, "--augment", "2"]
-    command += ["--workers", "1", "--bind"]
-    hosts = [
-        subprocess.Popen(
-            [*command, address], cwd=CODE, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
-        )
-        for address in addresses
-    ]
+    command = ["train_data.py", "--train-dir", digits, "--augment", "2", "--workers", "1"]
+    hosts = [start(*command, "--bind", address) for address in addresses]
     yield addresses
     for host in hosts:
         host.terminate()
@@ -234,14 +237,7 @@ def test_run_resumed_after_sigterm_equals_the_uninterrupted_one(local_run, digit
     train(*command, "--max-steps", "50", "--checkpoint-every", "50")  # into the second epoch
     (tmp_path / "model.pt").unlink()
 
-    stopped = subprocess.Popen(
-        [sys.executable, "train_dnn.py", *map(str, command)],
-        cwd=CODE,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    stopped = start("train_dnn.py", *command)
     assert stopped.stdout.readline().startswith("data_ms_per_sample=")
     assert stopped.stdout.readline() == f"resumed from {tmp_path} at step 50\n"
     stopped.send_signal(signal.SIGTERM)
@@ -277,7 +273,7 @@ def two_rank_run(digits, tmp_path_factory) -> tuple[list, Path]:
 
 
 def test_any_number_of_ranks_resumes_from_a_checkpoint(two_rank_run, tmp_path):
-    command, reference = two_rank_run
+    command, _ = two_rank_run
     written = tmp_path / "written"
     output = train(*command, "--max-steps", "27", "--checkpoint-dir", written,
                    "--model-dir", tmp_path, ranks=2)  # fmt: skip
@@ -286,7 +282,7 @@ def test_any_number_of_ranks_resumes_from_a_checkpoint(two_rank_run, tmp_path):
         ("20", "1"),
         ("27", "2"),
     ]
-    for ranks in (1, 2, 4):
+    for ranks in (1, 3):  # on 2 in the next test
         folder = tmp_path / f"{ranks}"
         shutil.copytree(written, folder)
         resume = [*command, "--checkpoint-dir", folder, "--model-dir", folder]
@@ -294,7 +290,6 @@ def test_any_number_of_ranks_resumes_from_a_checkpoint(two_rank_run, tmp_path):
         assert f"resumed from {folder} at step 27\n" in output
         steps = 27 + math.ceil((TRAIN_IMAGES - 7 * 2 * BATCH_SIZE) / (ranks * BATCH_SIZE))
         assert f"training finished after step {steps}: loss " in output
-    assert_same_model(tmp_path / "2", reference)
 
     # Finished, but as if the job had been stopped before the model was written.
     (folder / "model.pt").rename(folder / "expected.pt")
@@ -307,17 +302,10 @@ def test_any_number_of_ranks_resumes_from_a_checkpoint(two_rank_run, tmp_path):
 def test_sigterm_leaves_the_data_workers_until_the_checkpoint_is_written(two_rank_run, tmp_path):
     command, reference = two_rank_run
     command = [*command, "--checkpoint-dir", tmp_path, "--model-dir", tmp_path]
-    stopped = psutil.Popen(
-        [sys.executable, *torchrun(2), "train_dnn.py", *map(str, command), "--log-every", "1"],
-        cwd=CODE,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    stopped = start(*torchrun(2), "train_dnn.py", *command, "--log-every", "1")
     while not stopped.stdout.readline().startswith("step=3 "):
         assert stopped.poll() is None
-    processes = stopped.children(recursive=True)
+    processes = psutil.Process(stopped.pid).children(recursive=True)
     workers = [process for process in processes if process.ppid() != stopped.pid]
     assert len(processes) == 4 and len(workers) == 2
     stopped.send_signal(signal.SIGTERM)
@@ -347,6 +335,12 @@ def test_synthetic_mode_needs_no_data(tmp_path):
         ("train_dnn.py --data-mode synthetic", "say how many --max-steps"),
         ("train_dnn.py --train-dir /nowhere", "neither train-images-.* the folder /nowhere"),
         ("train_dnn.py --data-mode synthetic --max-steps 1 --model huge", "no model 'huge'"),
+        ("train_dnn.py --train-dir . --max-steps -1", "--max-steps must be 0, which is no limit,"),
+        ("train_dnn.py --train-dir . --seed 4294967296", r"--seed must be from 0 to 2\*\*32 - 1"),
+        (
+            "train_dnn.py --data-mode synthetic --max-steps 1 --test-dir /nowhere",
+            "neither t10k-images-.* the folder /nowhere",
+        ),
         ("train_data.py --train-dir /nowhere --bind 127.0.0.1:1", "the folder /nowhere"),
     ],
 )

@@ -62,6 +62,10 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("batch_size", "epochs", "log_every", "checkpoint_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    if args.max_steps < 0:
+        parser.error("--max-steps must be 0, which is no limit, or more")
+    if not 0 <= args.seed < 2**32:
+        parser.error("--seed must be from 0 to 2**32 - 1")
     if args.data_mode == "local" and not args.train_dir:
         parser.error("--data-mode local needs --train-dir, the folder of the training files")
     if args.data_mode == "service" and not args.data_hosts:
@@ -98,6 +102,7 @@ def main() -> None:
         # Without a GPU, a data worker on a single core would only take turns with the training.
         workers = args.workers or (0 if cores == 1 and device.type == "cpu" else cores)
         loader = build_loader(args, rank, world_size, workers, device)
+        test_set = MnistDataset(args.test_dir, train=False) if args.test_dir else None
     except (OSError, ValueError) as error:  # a missing file, a data host that can't be reached
         sys.exit(f"train_dnn.py: error: {error}")
 
@@ -187,10 +192,10 @@ def main() -> None:
         sys.exit(f"training stopped by SIGTERM after step {step}")
     if rank == 0:
         save(weights, args.model_dir / "model.pt")
-        if args.test_dir:
+        if test_set:
             model = build(args.model).to(device)  # the plain one, which needs no other rank
             model.load_state_dict(weights)
-            print(f"test_accuracy={evaluate(model, args.test_dir, device):.4f}")
+            print(f"test_accuracy={evaluate(model, test_set, device):.4f}")
         if step == first_step:
             print(f"training was complete already: step={step}")
         else:
@@ -262,10 +267,9 @@ def save(state: dict, path: Path) -> None:
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, folder: str, device: torch.device) -> float:
-    """Return the share of the test images (the t10k files in `folder`) that `model` gets right."""
+def evaluate(model: torch.nn.Module, dataset: MnistDataset, device: torch.device) -> float:
+    """Return the share of the images that `model` gets right."""
     model.eval()
-    dataset = MnistDataset(folder, train=False)
     correct = 0
     for images, labels in DataLoader(dataset, batch_size=1000):
         predictions = model(images.to(device)).argmax(dim=1).cpu()

@@ -296,7 +296,8 @@ class Job(threading.Thread):
         for event in events:
             if "cpu_utilization" in event:
                 host = {"Name": "Host", "Value": f"{self.job_name}/{event['host']}"}
-                self._put_metric("CPUUtilization", host, event["time"], event["cpu_utilization"])
+                # As in CloudWatch, a value bears the time at which its period begins.
+                self._put_metric("CPUUtilization", host, event["since"], event["cpu_utilization"])
             for name, regex in self.metrics:
                 match = regex.search(event.get("log", ""))
                 value = _number(match.group(1)) if match else None

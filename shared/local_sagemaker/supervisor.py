@@ -32,7 +32,7 @@ from pathlib import Path
 import psutil
 
 SECONDS_FROM_SIGTERM_TO_SIGKILL = 120
-CPU_SAMPLE_SECONDS = 2.0
+CPU_SAMPLE_SECONDS = 1.0
 SECONDS_TO_DRAIN = 2.0
 LONGEST_LINE = 128 * 1024  # bytes; a longer one becomes several events
 COMMAND_NOT_FOUND = 127  # the exit status that shells and container runtimes give it
@@ -160,10 +160,11 @@ def sample_cpu(host: Host, events: Events) -> None:
     except psutil.NoSuchProcess:
         return  # ended while we looked: the next sample has it
     now = time.monotonic()
-    share = (seconds - host.cpu_seconds) / ((now - host.cpu_sampled_at) * len(host.cores))
+    period = now - host.cpu_sampled_at
+    share = (seconds - host.cpu_seconds) / (period * len(host.cores))
     percent = max(0.0, min(1.0, share)) * 100 * host.vcpus
     host.cpu_seconds, host.cpu_sampled_at = seconds, now
-    events.write(host=host.name, cpu_utilization=percent)
+    events.write(host=host.name, cpu_utilization=percent, since=time.time() - period)
 
 
 def run(plan: dict, folder: Path, kernel: Kernel) -> bool:

@@ -232,6 +232,7 @@ class Leader:
         self.outcome: dict = {}
         self.decided_at = 0.0
         self.stopped: set[str] = set()  # hosts that have no process left, and wait for the others
+        self.silent: set[str] = set()  # hosts that hang
 
     async def lead(self) -> None:
         """Listen, and give a sign of life every BEAT_SECONDS."""
@@ -261,14 +262,21 @@ class Leader:
     async def wait_for_goodbyes(self) -> list[str]:
         """Wait until all hosts have stopped their processes, a little longer than that may take.
 
-        Lets those that have exit, and returns the others.
+        Lets those that have exit, waits until they do, and returns the others.
         """
         deadline = self.decided_at + STOP_SECONDS + 5
-        while left := sorted({*self.members, *self.awaited} - self.stopped):
+        while left := {*self.members, *self.awaited} - self.stopped:
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.02)
         self._tell_all(exit=True)
+        deadline = time.monotonic() + LOST_SECONDS
+        while staying := self.members.keys() - left - {self.cluster.host}:
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.02)
+        # Our own launcher, which waits for this, has nothing to say meanwhile.
+        left = sorted(left | staying | self.silent - {self.cluster.host})
         who = f"all hosts but {', '.join(left)}" if left else "all hosts"
         seconds = time.monotonic() - self.decided_at
         print(f"hetero: {who} have signed off {seconds:.2f} s after the job's end", flush=True)
@@ -310,6 +318,8 @@ class Leader:
         except OSError as error:
             del self.members[host]
             writer.transport.abort()
+            if isinstance(error, Silence):
+                self.silent.add(host)
             if host not in self.failures:  # it has not said why it ends
                 self.decide(False, f"The launcher on {self.cluster.where(host)} is gone: {error}.")
 

@@ -39,7 +39,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--log-every", type=int, default=10, help="steps between two log lines")
     add("--checkpoint-every", type=int, default=100, help="steps between two checkpoints")
-    return parser.parse_args(hetero.arguments())
+    args = parser.parse_args(hetero.arguments())
+    if args.processes_per_host < 1:
+        parser.error("processes-per-host must be 1 or more.")
+    return args
 
 
 def main() -> None:
