@@ -37,11 +37,12 @@ def jobs(local, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="module")
-def temporary_folder() -> Iterator[Path]:
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder of our own for the jobs' files, so that what they leave can be told from others'.
 
     With a short name, as the sockets in it need: those of pytest are too long.
     """
+    tmp_path_factory.getbasetemp()  # now, or pytest would put its own into ours
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)

@@ -92,7 +92,7 @@ fi
 trap 'echo; fail "interrupted; the same command continues it."' INT TERM
 mkdir -p build
 : >"$log"
-echo "Setting up .venv (once; about 5 minutes):"
+echo "Setting up .venv (once; about 4 minutes on two cores):"
 [ -z "${new_venv:-}" ] || step "Python 3.11" create_venv
 [ -e "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
     fail "no headers of Python 3.11, which Horovod needs: install them (Debian, Ubuntu:" \

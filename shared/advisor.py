@@ -22,6 +22,7 @@ from math import isnan, nan
 from typing import TYPE_CHECKING
 
 import pandas as pd
+from botocore.exceptions import BotoCoreError, ClientError
 
 from shared.commands import reader_may_leave
 from shared.prediction import NEAR_PERCENT, Measured, instance_types, measure, needing, predict
@@ -340,12 +341,12 @@ def main(arguments: list[str] | None = None) -> None:
     add("--job", help="a homogeneous training job: its numbers are looked up")
     add("--synthetic-job", help="the same job with --data-mode synthetic")
     add("--instance", help="instance type that trains, such as ml.p4d.24xlarge")
-    add("--count", type=int, default=1, help="number of these instances")
+    add("--count", type=int, help="number of these instances; default: 1")
     add("--step-ms", type=float, help="time of a step, waiting for data included")
     add("--vcpus-per-gpu", type=float, help="instead: vCPUs that keep one GPU busy")
-    add("--accelerator-ms", type=float, default=nan, help="time of a step without data")
-    add("--cpu-percent", type=float, default=nan, help="use of the CPUs, all together 100")
-    add("--gpu-percent", type=float, default=nan, help="use of the GPUs, all together 100")
+    add("--accelerator-ms", type=float, help="time of a step without data")
+    add("--cpu-percent", type=float, help="use of the CPUs, all together 100")
+    add("--gpu-percent", type=float, help="use of the GPUs, all together 100")
     add("--mb-per-step", type=float, default=nan, help="prepared data of a step, in megabytes")
     add("--data-hosts-only", action="store_true", help="with them, training hosts prepare no data")
     add("--cores", nargs="+", metavar="TYPE=N", help="for local jobs: cores of an instance here")
@@ -359,7 +360,7 @@ def main(arguments: list[str] | None = None) -> None:
         advice = advise(_measured(args), args.region, args.as_of, args.data_hosts_only, cores)
         if args.figure:
             plot(advice).savefig(args.figure, dpi=120)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, BotoCoreError, ClientError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     with reader_may_leave():
@@ -375,27 +376,30 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _measured(args: argparse.Namespace) -> Measured:
-    """Take the job's numbers from one of three sources."""
-    if args.job and args.instance:
-        raise ValueError("--job looks the instance and its times up: give it without --instance.")
-    if args.job:
-        return replace(measure(args.job, args.synthetic_job), mb_per_step=args.mb_per_step)
-    if not args.instance or (args.step_ms is None) == (args.vcpus_per_gpu is None):
+    """Take the job's numbers from one of three sources, of which each has options of its own."""
+    sources = {
+        "job": {"synthetic_job"},
+        "step_ms": {"instance", "count", "accelerator_ms", "cpu_percent", "gpu_percent"},
+        "vcpus_per_gpu": {"instance", "count", "accelerator_ms"},
+    }
+    options = {*sources, *set.union(*sources.values())}
+    given = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
+    source = next((name for name in sources if name in given), None)
+    if source is None or (source != "job" and not args.instance):
         raise ValueError(
             "Give --job NAME, or --instance TYPE with either --step-ms or --vcpus-per-gpu."
         )
-    if args.step_ms is None:
-        job = (args.instance, args.vcpus_per_gpu, args.accelerator_ms, args.count)
-        return replace(needing(*job, args.region, args.as_of), mb_per_step=args.mb_per_step)
-    return Measured(
-        args.instance,
-        args.step_ms,
-        args.count,
-        args.accelerator_ms,
-        args.cpu_percent,
-        args.gpu_percent,
-        mb_per_step=args.mb_per_step,
-    )
+    if others := sorted(given.keys() - {source} - sources[source]):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise ValueError(f"--{source.replace('_', '-')} cannot be combined with {names}.")
+    instance_type = given.pop("instance", None)
+    if source == "job":
+        measured = measure(args.job, args.synthetic_job)
+    elif source == "step_ms":
+        measured = Measured(instance_type, **given)
+    else:
+        measured = needing(instance_type, **given, region=args.region, as_of=args.as_of)
+    return replace(measured, mb_per_step=args.mb_per_step)
 
 
 def _cores(text: str) -> tuple[str, int]:

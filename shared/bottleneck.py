@@ -120,7 +120,7 @@ def _busy(client: Any, host: str, unit: str, start: datetime, end: datetime) -> 
 def _periods(start: datetime, end: datetime) -> list[int]:
     """List the periods, in seconds, to ask for one after the other until there are values.
 
-    The local SageMaker has one every two seconds, AWS one a minute. CloudWatch keeps those of less
+    The local SageMaker has one every second, AWS one a minute. CloudWatch keeps those of less
     than a minute for 3 hours, of a minute for 15 days, of five minutes for 63 days (source: API
     reference of GetMetricStatistics).
     """

@@ -361,7 +361,7 @@ def main(arguments: list[str] | None = None) -> int:
             else:
                 table = compare(options.jobs, as_of=options.as_of, region=options.region)
                 _print({"jobs": table}, options.json)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # the latter: prices that cannot be kept
         print(error, file=sys.stderr)
         return 2
     except (BotoCoreError, ClientError) as error:

@@ -106,6 +106,8 @@ def plot_steps(
         table = steps(job_name, session)
         for panel, column in zip(panels, ("step_time_ms", "data_wait_ms"), strict=True):
             colour, marker = COLOURS[i % len(COLOURS)], "os^D"[i % 4]
+            if column not in table:
+                continue  # a script of one's own may not log its waiting
             panel.plot(table["step"], table[column], marker=marker, color=colour, label=label)
     for panel, name in zip(panels, ("Step time", "of which waiting for data"), strict=True):
         panel.set_title(name, fontsize=13)

@@ -79,7 +79,7 @@ def _read(file: Path, modified_ns: int) -> tuple[Price, ...]:
             Price(**{field.name: field.type(row[field.name]) for field in fields(Price)})
             for row in rows
         )
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
+    except (KeyError, OSError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(f"{file} is not a file of prices ({error}): delete it.") from None
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import boto3
 import pandas as pd
 import pytest
+from botocore.exceptions import ClientError
 from matplotlib.text import Text
 from moto.ec2.models.instance_types import INSTANCE_TYPES
 
@@ -273,8 +274,11 @@ def test_gpu_preprocessing_breaks_even_where_it_costs_the_same(capsys):
         (P4D + " --mb-per-step 0", "mb_per_step is 0, but must be a positive number"),
         (P4D + " --count 0", "count is 0, but must be a positive number"),
         (P4D + " --region eu-west-9", "No price of ml.p4d.24xlarge in region 'eu-west-9'"),
-        (P4D + " --vcpus-per-gpu 20", "either --step-ms or --vcpus-per-gpu"),
-        (P4D + " --job any", "--job looks the instance and its times up"),
+        (P4D + " --vcpus-per-gpu 20", "--step-ms cannot be combined with --vcpus-per-gpu"),
+        (P4D + " --synthetic-job any", "--step-ms cannot be combined with --synthetic-job"),
+        (P4D + " --job any", "--job cannot be combined with --accelerator-ms, --instance"),
+        ("--job any --accelerator-ms 80", "--job cannot be combined with --accelerator-ms"),
+        ("--step-ms 192", "--instance TYPE with either --step-ms or --vcpus-per-gpu"),
         (P4D + " --cores ml.c5.9xlarge", "needs pairs such as ml.c5.9xlarge=1"),
         (P4D + " --cores ml.c5.9xlarge=1", "How many cores ml.p4d.24xlarge has here is not given"),
         (P4D + " --figure /nowhere/at-all.png", "No such file or directory"),
@@ -282,6 +286,10 @@ def test_gpu_preprocessing_breaks_even_where_it_costs_the_same(capsys):
         ("--instance ml.c5.9xlarge --step-ms 9", "ml.c5.9xlarge has no GPU"),
         ("--instance ml.p4d.24xlarge --vcpus-per-gpu 0", "vcpus_per_gpu is 0, but must be"),
         ("--instance ml.p4d.24xlarge --vcpus-per-gpu 20 --count 0", "count is 0, but must be"),
+        (
+            "--instance ml.p4d.24xlarge --vcpus-per-gpu 20 --cpu-percent 90",
+            "--vcpus-per-gpu cannot be combined with --cpu-percent",
+        ),
         ("--instance ml.p4d.24xlarge", "either --step-ms or --vcpus-per-gpu"),
         ("", "Give --job NAME, or --instance TYPE"),
     ],
@@ -375,7 +383,7 @@ def test_figure_names_what_matters_without_overlap(tmp_path):
 STEPS = """
 import sys, time
 print("host=any group=any")
-for step in range(10):  # 6 s, of whose CPU use there is a value every 2 s
+for step in range(10):  # 6 s, of whose CPU use there is a value every second
     print(f"step={step} epoch=1 loss=0.5 step_time_ms={sys.argv[1]} data_wait_ms=1 x=1", flush=True)
     end = time.monotonic() + 0.6
     while time.monotonic() < end:
@@ -426,6 +434,15 @@ def test_reads_its_numbers_from_jobs(trained, capsys):
 )
 def test_a_job_that_cannot_tell_is_a_clear_sentence(trained, capsys, job, sentence):
     assert re.search(sentence, refusal(capsys, f"--job {trained[job]}"))
+
+
+def test_what_aws_refuses_is_a_clear_sentence(monkeypatch, capsys):
+    def refuse(*_):
+        answer = {"Error": {"Code": "AccessDeniedException", "Message": "not authorized"}}
+        raise ClientError(answer, "DescribeLogStreams")
+
+    monkeypatch.setattr(advisor, "measure", refuse)
+    assert "DescribeLogStreams operation: not authorized" in refusal(capsys, "--job any")
 
 
 def test_synthetic_job_must_be_of_the_same_job(trained, capsys):

@@ -40,7 +40,7 @@ def put_job(
         waits: Data wait of each step line, in ms; a step takes 200 ms. Hosts with another group
             than data_group print them.
         name: Of the job.
-        value_every_s: A minute on AWS; the local SageMaker has a value every two seconds.
+        value_every_s: A minute on AWS; the local SageMaker has a value every second.
     """
     if groups == ONE_P4D:
         config = {"InstanceType": "ml.p4d.24xlarge", "InstanceCount": 1}

@@ -213,6 +213,12 @@ def test_plot_steps_draws_both_series_of_each_job():
     assert [list(line.get_ydata()) for line in data_wait.lines] == [[4.56, 0, 0.1], [4.56, 0]]
 
 
+def test_plot_steps_of_a_script_that_does_not_log_its_waiting():
+    write_log("one", "algo-1", ["step=1 step_time_ms=12", "step=2 step_time_ms=11"])
+    step_time, data_wait = monitoring.plot_steps(["one"]).axes
+    assert list(step_time.lines[0].get_ydata()) == [12, 11] and not data_wait.lines
+
+
 def start_job(name: str):
     """Start a training job in moto; return moto's record, which steers it."""
     boto3.client("sagemaker").create_training_job(**request(name))

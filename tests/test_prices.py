@@ -267,16 +267,28 @@ def test_a_spoilt_file_of_prices_is_a_clear_error(cache):
     file.write_text(file.read_text().replace("0.5", "a lot"))
     with pytest.raises(ValueError, match=r"prices-eu-west-1\.csv is not a file of prices .*delete"):
         prices.load()
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ValueError, match=r"is not a file of prices .*Is a directory"):
+        prices.load()
 
 
 def test_the_command_refreshes_and_says_where_the_prices_are(cache, monkeypatch, capsys):
     client = boto3.Session("key", "secret").client("pricing", region_name="us-east-1")
     monkeypatch.setattr(boto3.Session, "client", lambda *_, **__: client)
     with Stubber(client) as aws:
-        aws.add_response("get_products", {"PriceList": [product("EU-Train:ml.c5.4xlarge", "1")]})
+        prices_of_aws = {"PriceList": [product("EU-Train:ml.c5.4xlarge", "1")]}
+        aws.add_response("get_products", prices_of_aws)
         assert costs.main(["--refresh", "eu-west-1"]) == 0
+        file = f"{cache}/prices-eu-west-1.csv"
+        assert capsys.readouterr().out == f"1 training prices of eu-west-1 are now in {file}.\n"
+
         aws.add_client_error("get_products", "AccessDeniedException", "not authorized")
         assert costs.main(["--refresh", "eu-west-1"]) == 2
-    said = capsys.readouterr()
-    assert said.out == f"1 training prices of eu-west-1 are now in {cache}/prices-eu-west-1.csv.\n"
-    assert said.err.startswith("AWS: ") and "not authorized" in said.err
+        said = capsys.readouterr().err
+        assert said.startswith("AWS: ") and "not authorized" in said
+
+        aws.add_response("get_products", prices_of_aws)
+        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+        assert costs.main(["--refresh", "eu-west-1"]) == 2
+        assert "Not a directory: '/dev/null" in capsys.readouterr().err

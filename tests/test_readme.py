@@ -67,7 +67,7 @@ def test_lines_for_the_loader(jobs: Jobs):
     assert len(LOADER) == 3 and count_lines(*LOADER) < 30
     files = {path.name: path.read_text() for path in (EXAMPLE / "code").iterdir()}
     needed = ["hetero.py", "pulse.py", "batches.py", "wire.py", "dataset_feed.proto"]
-    needed += ["feed_client.py", "feed_server.py"]
+    needed += ["feed_client.py", "feed_server.py", "requirements.txt"]
     copied = {name: files[name] for name in needed}
     for text in LOADER:
         copied[re.match(r"# code/(\w+\.py)\n", text)[1]] = text
