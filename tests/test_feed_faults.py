@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -181,10 +182,18 @@ def test_sigterm_to_all_of_a_busy_host_s_processes_ends_them_soon(start, monkeyp
     next(batches)
     processes = host.processes()
     os.killpg(host.process.pid, signal.SIGTERM)  # as the launcher does
-    assert host.process.wait(timeout=4) == 0
+    assert host.process.wait(timeout=10) == 0
     wait_until(lambda: all(map(has_ended, processes)))
     assert "has died" not in host.said()
     os.rmdir(folder)  # it is empty
+
+
+def test_sigterm_that_another_thread_of_the_server_takes_ends_it(start):
+    host = start(num_workers=0)
+    host.wait_until_serving()
+    another = next(thread.id for thread in host.process.threads() if thread.id != host.process.pid)
+    assert ctypes.CDLL(None).tgkill(host.process.pid, another, signal.SIGTERM) == 0
+    assert host.process.wait(timeout=10) == 0
 
 
 def test_a_killed_worker_process_is_replaced(start, expected):

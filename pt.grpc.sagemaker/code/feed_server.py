@@ -59,13 +59,15 @@ def serve(
     prepared in this process, one at a time, which is fastest for samples that only have to be
     looked up; nothing else here may draw random numbers then. Raises as FeedServer does.
     """
-    stop_asked = threading.Event()
-    previous = signal.signal(signal.SIGTERM, lambda *_: stop_asked.set())
+    sigterms: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: sigterms.append(number))
     try:
         server = FeedServer(dataset, address, token, collate_fn, num_workers)
         print(f"serving {len(dataset)} samples at {address}", flush=True)
         try:
-            stop_asked.wait()
+            # Linux may give the signal to another thread, which does not wake this one.
+            while not sigterms:
+                time.sleep(0.2)
         finally:
             server.stop()
     finally:
