@@ -33,9 +33,9 @@ BUCKET, IMAGES = "endings", 640
 HYPERPARAMETERS = {"model": "small", "batch-size": 16, "processes-per-host": 2, "log-every": 1,
                    "augment": 1, "workers": 1, "epochs": 1000, "checkpoint-every": 5}  # fmt: skip
 HOST = r"algo-\d \({}_group\)"
-# Steps without end would take the cores from whatever is to happen meanwhile.
+# Steps without a pause would take the cores from whatever is to happen meanwhile.
 STEP = "            optimizer.zero_grad()\n"
-LEISURELY = (STEP, f"            time.sleep(0.1)\n{STEP}")
+LEISURELY = (STEP, f"            time.sleep(0.3)\n{STEP}")
 DATA, DNN, ANY = HOST.format("data"), HOST.format("dnn"), HOST.format("(data|dnn)")
 
 
@@ -77,7 +77,7 @@ class Running:
         deadline = time.monotonic() + 60
         while len(found := self.processes(*words, **where)) != 1:
             assert time.monotonic() < deadline, (words, where, found)
-            time.sleep(0.02)
+            time.sleep(0.1)
         return found[0]
 
     def environment(self) -> dict[str, str]:
@@ -193,7 +193,7 @@ def steps(number: int) -> dict:
 
 RAISE = (
     "            step += 1\n",
-    "            step += 1\n            if (rank, step) == (3, 20):\n"
+    "            step += 1\n            if (rank, step) == (3, 12):\n"
     "                raise ValueError('no number')\n",
 )
 # Not after so many steps: nobody knows how many a machine takes until a data server is back.
@@ -212,7 +212,7 @@ AWS_KILLS = 120  # seconds after SIGTERM
 ENDINGS = {
     "training succeeds": Ending(
         "Completed", "", 10, lambda job: job.jobs.wait_for_log(job.name, "training finished"),
-        settings=steps(30), logged="all hosts have signed off",
+        settings=steps(12), logged="all hosts have signed off",
     ),
     "training script raises": Ending(
         "Failed", rf"On {DNN}, in train_dnn.py, rank 3 ended with ValueError: no number\.",
@@ -278,7 +278,7 @@ ENDINGS = {
     ),
     "a host starts 60 s later": Ending(
         "Completed", "", 240, lambda job: None, when=lambda job: None,
-        settings={"late": 60, "max_runtime_seconds": 600, **steps(30)}, slow=True,
+        settings={"late": 60, "max_runtime_seconds": 600, **steps(12)}, slow=True,
     ),
     "a host never comes": Ending(
         "Failed", rf"{DATA} did not come up within 20 s\.", 50 + AWS_KILLS,

@@ -46,7 +46,7 @@ class Attempt:
 def begin(jobs: Jobs, seed: int) -> Attempt:
     """Start a job and let something happen."""
     chance = random.Random(seed)
-    job = endings.start(jobs, hyperparameters={"max-steps": 60}, max_runtime_seconds=900)
+    job = endings.start(jobs, hyperparameters={"max-steps": 24}, max_runtime_seconds=900)
     environment = job.environment()
     seconds = chance.uniform(0, 20)
     time.sleep(seconds)

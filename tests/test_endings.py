@@ -41,7 +41,8 @@ KERNEL = """
 import endings
 from shared import monitoring
 endings.upload_images()
-job = endings.start(jobs, hyperparameters={"max-steps": 100})
+groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)}
+job = endings.start(jobs, groups=groups, hyperparameters={"max-steps": 30})
 endings.after_steps(job)
 try:
     print("RUNNING", job.name, flush=True)

@@ -389,10 +389,10 @@ def test_leaving_an_epoch_frees_its_threads_and_streams(monkeypatch, dataset, ep
         next(batches)  # of Slow, a worker now prepares the next one for a minute
         start = time.monotonic()
         del batches
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 10
     start = time.monotonic()
     server.stop()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
     wait_for_threads(before)
     wait_until(lambda: not multiprocessing.active_children())
 

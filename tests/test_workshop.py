@@ -22,7 +22,7 @@ SOLUTIONS = re.findall(r"<details>.*?```python\n(.*?)```.*?</details>", TEXT, re
 CELLS = nbformat.read(NOTEBOOK, as_version=4).cells
 EXERCISES = [cell.source for cell in CELLS if "exercise" in cell.metadata.get("tags", [])]
 SMALLER = {
-    '"batch-size": 128, "max-steps": 150': '"batch-size": 32, "max-steps": 150',
+    '"batch-size": 128, "max-steps": 150': '"batch-size": 32, "max-steps": 90',
     '("train", 12_000, 1), ("t10k", 2_000, 2)': '("train", 1_280, 1), ("t10k", 64, 2)',
 }
 ANSWER = re.compile(r"^\w+ = None\b.*\n", re.M)
