@@ -85,6 +85,7 @@ class Running:
         deadline = time.monotonic() + 30
         while not (processes := self.processes()):
             assert time.monotonic() < deadline, f"{self.name} has no process"
+            time.sleep(0.1)
         return processes[0].environ()
 
     def host(self, group: str, number: int) -> str:

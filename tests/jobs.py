@@ -83,7 +83,7 @@ class Jobs:
             job = client.describe_training_job(TrainingJobName=name)
             if job["TrainingJobStatus"] not in ("InProgress", "Stopping"):
                 return job
-            time.sleep(0.1)
+            time.sleep(0.25)
         raise AssertionError(f"{name} is {job['TrainingJobStatus']} after {seconds} s")
 
     def run(self, *args, **settings) -> dict:
@@ -96,7 +96,7 @@ class Jobs:
         while time.monotonic() < deadline:
             if sum(text in line for line in self.log(name)) >= times:
                 return
-            time.sleep(0.1)
+            time.sleep(0.25)
         raise AssertionError(f"{text!r} is not in the log of {name}: {self.log(name)[-20:]}")
 
     def log(self, name: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Strangers at every port that a running job of the PyTorch example listens on."""
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -19,13 +20,13 @@ from jobs import Jobs
 sys.path.insert(0, str(CODE))
 
 GIVEN_UP = 50 << 20  # bytes that a process may grow by, among them what training itself takes
-ATTACKS = {
-    "random bytes": os.urandom(1 << 16),
-    "nothing at all": b"",
-    "half a message": b'{"host": "algo-1", "pro',
-    "a line of 16 MiB": b"a" * (16 << 20),
-    "nested too deep": b"[" * 8000 + b"\n",
-}
+ATTACKS = [
+    os.urandom(1 << 16),
+    b"",  # nothing at all
+    b'{"host": "algo-1", "pro',  # half a message
+    b"a" * (16 << 20),  # a line of 16 MiB
+    b"[" * 8000 + b"\n",  # nested too deep
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +45,9 @@ def unharmed(job: Running):
     yield
     step = last_step(job)
     deadline = time.monotonic() + 30
-    while last_step(job) < step + 10:
+    while last_step(job) < step + 3:
         assert time.monotonic() < deadline, f"training has stopped at step {step}"
-        time.sleep(0.1)
+        time.sleep(0.3)
     after = {process: process.memory_info().rss for process in before}
     grown = {process: after[process] - before[process] for process in before}
     assert max(grown.values()) < GIVEN_UP, grown
@@ -75,16 +76,15 @@ def refusals(job: Running, why: str) -> int:
     return sum(line.startswith("hetero: refused") and why in line for line in job.log())
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_talk_that_is_not_ours_on_every_port(job: Running, unharmed, attack: str):
+def test_talk_that_is_not_ours_on_every_port(job: Running, unharmed):
     addresses = listeners(job)
     assert len({port for _, port in addresses}) >= 3 + 2  # ours, and at least one of each rank
     with contextlib.ExitStack() as connections:
-        for address in addresses:
+        for address, attack in itertools.product(addresses, ATTACKS):
             connection = connections.enter_context(socket.create_connection(address, timeout=5))
             connection.settimeout(1)
             with contextlib.suppress(OSError):  # cut off, or not listened to: both will do
-                connection.sendall(ATTACKS[attack])
+                connection.sendall(attack)
         time.sleep(6)  # held open longer than the launcher waits
 
 
