@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -232,6 +233,7 @@ def measure(shape: str, cores: list[int]) -> dict[str, dict[str, list[float]]]:
             assert torch.equal(next(streams[way]), batch), way
         for _ in range(TIMES):
             for way, stream in streams.items():
+                wait_until_idle()
                 for _ in range(WARM_UP):
                     next(stream)
                 start, cpu_start = time.perf_counter(), time.process_time()
@@ -245,6 +247,18 @@ def measure(shape: str, cores: list[int]) -> dict[str, dict[str, list[float]]]:
             process.kill()
             process.join()
     return found
+
+
+def wait_until_idle() -> None:
+    """Wait until no way is still busy with what it holds ready for its next turn."""
+    everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    before = None
+    while True:
+        seconds = sum(times.user + times.system for times in (p.cpu_times() for p in everyone))
+        if before is not None and seconds - before < 0.02:
+            return
+        before = seconds
+        time.sleep(0.2)
 
 
 def free_port() -> int:
