@@ -252,12 +252,13 @@ def measure(shape: str, cores: list[int]) -> dict[str, dict[str, list[float]]]:
 def wait_until_idle() -> None:
     """Wait until no way is still busy with what it holds ready for its next turn."""
     everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    before = None
-    while True:
-        seconds = sum(times.user + times.system for times in (p.cpu_times() for p in everyone))
-        if before is not None and seconds - before < 0.02:
-            return
-        before = seconds
+
+    def cpu_seconds() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in everyone)  # user, system
+
+    before = float("-inf")
+    while (now := cpu_seconds()) - before >= 0.02:
+        before = now
         time.sleep(0.2)
 
 

@@ -329,11 +329,11 @@ def test_another_host_takes_over_for_one_that_hangs(start, expected, stopped_aft
         started = time.monotonic()
         hosts[1].process.suspend()
     assert_same(received + list(batches), expected)
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 30
     assert [second in line for line in lines(capsys)] == [True]
     started = time.monotonic()
     assert len(list(loader)) == len(expected)  # another epoch, which does not wait for it again
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 8
 
 
 def test_host_that_hangs_is_noticed_after_a_long_wait_too(start, capsys, monkeypatch):
