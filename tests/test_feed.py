@@ -253,37 +253,25 @@ def test_refused_structure_is_named(data_hosts, sentence):
     assert sentence in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "size", [0, 1, 120, 130, 2**20 - 5, 2**20 - 4, 2**20, 3 * 2**20 - 5, 2**22]
-)
-def test_frames_are_those_of_protobuf(size):
-    data = torch.arange(size).to(torch.uint8)
-    frames = list(wire.to_frames(7, b"abcde", [data[:100], data[100:]]))
-    parsed = [wire.messages.Frame.FromString(frame) for frame in frames]
-    assert [one.SerializeToString(deterministic=True) for one in parsed] == frames
-    assert b"".join(one.data for one in parsed) == b"abcde" + data.numpy().tobytes()
-    assert all(len(one.data) <= 2**20 for one in parsed) and len(frames) <= 1 + (size + 5) // 2**20
-    assert [(one.number, one.structure_size) for one in parsed] == [(7, 5)] + [(0, 0)] * len(
-        frames[1:]
-    )
-
-
-NONE = wire.messages.Value(none=True).SerializeToString()
-Frame = wire.messages.Frame
 BROKEN = {  # what a data host sends
-    "it sent batch 99, which it was not asked for": [Frame(number=99, structure_size=1)],
-    "its stream ended inside a batch": [Frame(structure_size=10, data=b"abc")],
-    "it sent something else inside a batch": [Frame(structure_size=10), Frame(number=1)],
-    "it sent more than the batch holds": [Frame(structure_size=len(NONE), data=NONE + b"abc")],
+    "it sent batch 99, which it was not asked for": wire.messages.BatchHeader(number=99),
+    "its connection has ended": wire.messages.BatchHeader(
+        structure=wire.messages.Value(
+            tensor=wire.messages.Array(dtype="uint8", shape=[4])
+        ).SerializeToString()
+    ),
 }
 
 
 @pytest.mark.parametrize("sentence", BROKEN)
 def test_a_data_host_that_sends_nonsense_is_named(sentence):
     def send(requests: Iterator, context: grpc.ServicerContext) -> Iterator:
-        context.send_initial_metadata((("workers", "1"),))
-        next(requests)
-        yield from BROKEN[sentence]
+        with feed_server.listen("127.0.0.1") as listener:
+            yield wire.messages.Welcome(port=listener.getsockname()[1], workers=1)
+            with listener.accept()[0] as connection:
+                assert connection.recv(100) == TOKEN.encode()
+                next(requests)
+                wire.send(connection, BROKEN[sentence], [torch.arange(3, dtype=torch.uint8)])
 
     describe = grpc.unary_unary_rpc_method_handler(
         lambda request, context: wire.messages.DatasetDescription(length=5),
@@ -291,14 +279,14 @@ def test_a_data_host_that_sends_nonsense_is_named(sentence):
         wire.messages.DatasetDescription.SerializeToString,
     )
     batches = grpc.stream_stream_rpc_method_handler(
-        send, wire.messages.BatchRequest.FromString, Frame.SerializeToString
+        send, wire.messages.BatchRequest.FromString, wire.messages.Welcome.SerializeToString
     )
     server = grpc.server(ThreadPoolExecutor(4))
     methods = {"Describe": describe, "Batches": batches}
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(wire.SERVICE, methods)])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    with pytest.raises(ConnectionError, match=f"data host {address} failed: {sentence}"):
+    with pytest.raises(ConnectionError, match=rf"data host {address} failed \({sentence}\)"):
         list(FeedLoader([address], TOKEN, 1, retry_timeout=0.5))
     server.stop(None).wait()
 

@@ -6,6 +6,7 @@
 import contextlib
 import ctypes
 import os
+import queue
 import random
 import signal
 import socket
@@ -15,11 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from data_hosts import (
     BATCH_SIZE,
@@ -39,6 +42,7 @@ from data_hosts import (
 sys.path.insert(0, str(Path(__file__).parents[1] / "pt.grpc.sagemaker" / "code"))
 
 import feed_client  # noqa: E402
+import feed_server  # noqa: E402
 import wire  # noqa: E402
 from batches import LocalLoader  # noqa: E402
 from feed_client import DatasetError, FeedLoader  # noqa: E402
@@ -109,47 +113,59 @@ def test_hosts_are_killed_at_random_moments_and_come_back(start, expected, seed)
 
 
 @pytest.mark.parametrize("seed", range(50 if SOAK else 5))
-def test_connections_are_cut_within_frames(start, expected, seed):
-    """Through a relay that cuts each connection after a random number of bytes."""
+def test_connections_are_cut_within_batches(start, expected, seed, monkeypatch):
+    """Through relays that cut each connection, of calls or of batches, after a random length."""
     chance = random.Random(seed)
     host = start(num_workers=seed % 2)
-    address = host.addresses["steady"].split(":")
-    relay = socket.create_server(("127.0.0.1", 0))
-    cuts = []
+    cuts = {"call": [], "batches": []}  # how many more bytes each would have passed on
+    listeners, acceptors = [], []
 
-    def pass_on(source: socket.socket, target: socket.socket, left: int) -> None:
+    def pass_on(source: socket.socket, target: socket.socket, left: int, kind: str) -> None:
         with contextlib.suppress(OSError):
             while left > 0 and (data := source.recv(min(65536, left))):
                 target.sendall(data)
                 left -= len(data)
-            cuts.append(left)
+            cuts[kind].append(left)
         for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+            wire.hang_up(end)
 
-    def accept() -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                client, _ = relay.accept()
-                server = socket.create_connection(address)
-                # Further each time, so that the epoch comes to an end.
-                most = chance.randrange(6_000_000) * (10 + len(cuts)) // 10
-                threading.Thread(target=pass_on, args=(client, server, 10**12)).start()
-                threading.Thread(target=pass_on, args=(server, client, most)).start()
+    def relay(port: int, kind: str, most: int) -> int:
+        """Return the port of a relay to another."""
 
-    wait_until(lambda: answers(host.addresses["steady"]), seconds=30)
-    acceptor = threading.Thread(target=accept)
-    acceptor.start()
+        def accept() -> None:
+            with contextlib.suppress(OSError):  # closed
+                while True:
+                    client, _ = listener.accept()
+                    server = socket.create_connection(("127.0.0.1", port))
+                    # Further each time, so that the epoch comes to an end.
+                    limit = chance.randrange(most) * (10 + len(cuts[kind])) // 10
+                    for ends in [(client, server, 10**12), (server, client, limit)]:
+                        threading.Thread(target=pass_on, args=(*ends, kind)).start()
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+        acceptors.append(threading.Thread(target=accept))
+        acceptors[-1].start()
+        return listener.getsockname()[1]
+
+    def connect(host: str, port: int, token: str) -> socket.socket:
+        return really_connect(host, relay(port, "batches", 6_000_000), token)
+
+    really_connect = feed_client.connect
+    monkeypatch.setattr(feed_client, "connect", connect)
+    address = host.addresses["steady"]
+    wait_until(lambda: answers(address), seconds=30)
     try:
-        relayed = "{}:{}".format(*relay.getsockname())
-        loader = FeedLoader([relayed, host.addresses["steady"]], TOKEN, **PLAN)
+        relayed = f"127.0.0.1:{relay(int(address.split(':')[1]), 'call', 400)}"
+        loader = FeedLoader([relayed, address], TOKEN, **PLAN)
         loader._hosts = [relayed]  # the other one has only told the length
         assert_same(list(loader), expected)
-        assert cuts.count(0) > 2
+        assert cuts["batches"].count(0) > 2 and cuts["call"].count(0) > 0, cuts
     finally:
-        relay.shutdown(socket.SHUT_RDWR)
-        relay.close()
-        acceptor.join()
+        for listener, acceptor in zip(listeners, acceptors, strict=True):
+            wire.hang_up(listener)
+            acceptor.join()
+            listener.close()
 
 
 def test_a_host_that_comes_up_late_is_waited_for(start, expected, capsys):
@@ -228,16 +244,26 @@ def test_samples_that_change_their_shape(start):
         next(batches)
 
 
+def call_for_batches(channel: grpc.Channel, requests: list) -> Any:
+    method = channel.stream_stream(
+        f"/{wire.SERVICE}/Batches",
+        wire.messages.BatchRequest.SerializeToString,
+        wire.messages.Welcome.FromString,
+    )
+    return method(iter(requests), metadata=[("authorization", f"Bearer {TOKEN}")])
+
+
 def test_an_oversized_request_is_refused_and_does_no_harm(start, expected):
     host = start()
     loader = feed("steady", [host], **PLAN)
     with grpc.insecure_channel(host.addresses["steady"]) as channel:
-        call = channel.stream_stream(
-            f"/{wire.SERVICE}/Batches", wire.messages.BatchRequest.SerializeToString
-        )
         request = wire.messages.BatchRequest(dataset_length=103, indices=range(2_000_000))
-        with pytest.raises(grpc.RpcError) as refused:
-            list(call(iter([request]), metadata=[("authorization", f"Bearer {TOKEN}")]))
+        call = call_for_batches(channel, [request])
+        port = next(call).port
+        with feed_client.connect(host.addresses["steady"], port, TOKEN) as connection:
+            with pytest.raises(grpc.RpcError) as refused:
+                next(call)
+            assert not connection.recv(1)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert_same(list(loader), expected)
 
@@ -467,3 +493,53 @@ def test_refused_calls_are_printed_now_and_then(capsys):
     [line] = lines(capsys)
     assert line.startswith("feed: refused a call from ipv4:127.0.0.1:")
     assert line.endswith(": wrong or missing token")
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[tuple[FeedServer, str]]:
+    """A data server in this process, and its address."""
+    monkeypatch.setattr(feed_server, "CONNECT_SECONDS", 4)  # to save time
+    address = f"127.0.0.1:{free_port()}"
+    server = FeedServer(Plain(), address, TOKEN, num_workers=0)
+    yield server, address
+    server.stop()
+
+
+def test_strangers_who_connect_for_a_call_s_batches_are_refused(server, capsys):
+    with grpc.insecure_channel(server[1]) as channel:
+        request = wire.messages.BatchRequest(dataset_length=103, indices=[5])
+        requests = queue.SimpleQueue()
+        call = call_for_batches(channel, iter(requests.get, None))
+        port = next(call).port
+        with contextlib.ExitStack() as strangers:
+            for said in [b"", b"x", b"another token" * 9, TOKEN[:-1].encode() + b"x"]:
+                stranger = socket.create_connection(("127.0.0.1", port))
+                strangers.enter_context(stranger).sendall(said)
+            with feed_client.connect(server[1], port, TOKEN) as connection:
+                requests.put(request)
+                batch = wire.receive(connection, wire.receive_header(connection))
+        assert_same(batch, default_collate([Plain()[5]]))
+        requests.put(None)
+    [line] = lines(capsys)
+    assert line.startswith("feed: refused a connection from 127.0.0.1:")
+    assert line.endswith(": wrong or missing token")
+
+
+def test_a_client_that_does_not_connect_for_its_batches_is_given_up(server):
+    with grpc.insecure_channel(server[1]) as channel:
+        call = call_for_batches(channel, [])
+        port = next(call).port
+        with pytest.raises(grpc.RpcError) as given_up:
+            next(call)
+    assert given_up.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert f"nobody with the token has connected to port {port}" in given_up.value.details()
+    assert len(list(FeedLoader([server[1]], TOKEN, BATCH_SIZE))) == 15
+
+
+def test_a_host_whose_other_ports_cannot_be_reached_is_named(server, monkeypatch):
+    closed = free_port()
+    connect = feed_client.connect
+    monkeypatch.setattr(feed_client, "connect", lambda host, _, token: connect(host, closed, token))
+    sentence = rf"it answers, but not at port {closed}, .* let these hosts reach each other"
+    with pytest.raises(ConnectionError, match=sentence):
+        list(FeedLoader([server[1]], TOKEN, BATCH_SIZE, retry_timeout=0.5))

@@ -12,9 +12,11 @@ one: a slow host prepares fewer than the others, and one that fails leaves its o
 """
 
 import atexit
+import contextlib
 import heapq
 import math
 import queue
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,7 @@ from typing import Any
 import grpc
 
 from batches import BatchKey, BatchPlan, EpochLoader
-from wire import SERVICE, messages, receive
+from wire import SERVICE, hang_up, messages, receive, receive_header
 
 CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # hosts of one job talk directly
@@ -37,6 +39,7 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),  # no limit: also while a batch takes minutes
 ]
+CONNECT_SECONDS = 10  # that connecting for a call's batches may take
 RETRY_PAUSE = 0.5  # seconds, after a host has failed
 
 
@@ -166,8 +169,16 @@ class Call:
 
     asked: dict[int, BatchKey] = field(default_factory=dict)  # and not answered yet, by number
     at_most: int = 0  # that may be asked at a time; 0 until the host has answered the call
-    frames: Any = None  # gRPC's iterator, which can be cancelled
+    answers: Any = None  # gRPC's iterator, which can be cancelled
+    connection: socket.socket | None = None  # through which the batches come
     ended: bool = False
+
+    def end(self) -> None:
+        """Have its threads end."""
+        self.ended = True
+        self.answers.cancel()
+        if self.connection:
+            hang_up(self.connection)
 
 
 class Arrivals:
@@ -222,8 +233,7 @@ class Arrivals:
         with self.changed:
             self.ended.set()
             for call in self.calls:
-                call.ended = True
-                call.frames.cancel()
+                call.end()
             self.changed.notify_all()
 
     def begin(self, call: Call) -> None:
@@ -231,8 +241,7 @@ class Arrivals:
         with self.changed:
             self.calls.append(call)
             if self.ended.is_set():
-                call.ended = True
-                call.frames.cancel()
+                call.end()
             self.changed.notify_all()
 
     def let_ask(self, call: Call, at_most: int) -> None:
@@ -278,16 +287,16 @@ class Arrivals:
 
     def receive(self, call: Call, host: str, pin_memory: bool) -> None:
         """Receive one batch, or a DatasetError in its place."""
-        first = messages.Frame.FromString(next(call.frames))
-        if first.number not in call.asked:
-            raise ValueError(f"it sent batch {first.number}, which it was not asked for")
-        if first.error:
-            batch = DatasetError(f"data host {host}, batch {first.number}: {first.error}")
+        header = receive_header(call.connection)
+        if header.number not in call.asked:
+            raise ValueError(f"it sent batch {header.number}, which it was not asked for")
+        if header.error:
+            batch = DatasetError(f"data host {host}, batch {header.number}: {header.error}")
         else:
-            batch = receive(first, call.frames, pin_memory)
+            batch = receive(call.connection, header, pin_memory)
         with self.changed:
-            del call.asked[first.number]
-            self.arrived[first.number] = batch
+            del call.asked[header.number]
+            self.arrived[header.number] = batch
             self.failing.discard(host)
             self.all_failing_since = None
             self.changed.notify_all()
@@ -326,21 +335,51 @@ def fetch(arrivals: Arrivals, host: str, token: str, pin_memory: bool) -> None:
         call = Call()
         with grpc.insecure_channel(host, CHANNEL_OPTIONS) as channel:
             method = channel.stream_stream(
-                f"/{SERVICE}/Batches", messages.BatchRequest.SerializeToString
-            )  # and no deserialiser: `receive` takes the frames as they are
+                f"/{SERVICE}/Batches",
+                messages.BatchRequest.SerializeToString,
+                messages.Welcome.FromString,
+            )
             try:
-                call.frames = method(arrivals.ask(call), metadata=_metadata(token))
+                call.answers = method(arrivals.ask(call), metadata=_metadata(token))
                 arrivals.begin(call)
-                workers = int(dict(call.frames.initial_metadata()).get("workers", 1))
-                # This rank's share of the workers, and two while batches travel.
-                arrivals.let_ask(call, math.ceil(workers / arrivals.plan.world_size) + 2)
-                while arrivals.wait_for_room(call):
-                    arrivals.receive(call, host, pin_memory)
+                welcome = next(call.answers)
+                with connect(host, welcome.port, token) as call.connection:
+                    # Also when gRPC notices that the host hangs, or has gone.
+                    call.answers.add_done_callback(lambda _, it=call.connection: hang_up(it))
+                    # This rank's share of the workers, and two while batches travel.
+                    share = math.ceil(welcome.workers / arrivals.plan.world_size)
+                    arrivals.let_ask(call, share + 2)
+                    while arrivals.wait_for_room(call):
+                        arrivals.receive(call, host, pin_memory)
                 return
             except Exception as error:
+                if isinstance(error, OSError):  # of the connection; the call may know why
+                    with contextlib.suppress(grpc.FutureTimeoutError, grpc.FutureCancelledError):
+                        error = call.answers.exception(RETRY_PAUSE) or error
                 arrivals.fail(call, host, _explain(error, host))
                 error.__traceback__ = None  # it refers to the call, and this to it: it would stay
         arrivals.ended.wait(RETRY_PAUSE)
+
+
+def connect(host: str, port: int, token: str) -> socket.socket:
+    """Return the connection for a call's batches. Raises OSError."""
+    try:
+        connection = socket.create_connection(
+            (host.rpartition(":")[0].strip("[]"), port), CONNECT_SECONDS
+        )
+    except OSError as error:
+        sentence = (
+            f"it answers, but not at port {port}, where its batches would come from ({error})"
+        )
+        raise OSError(f"{sentence}: let these hosts reach each other at all ports") from error
+    connection.settimeout(None)
+    # Does what gRPC's keepalive does for the call, lest a firewall forget a connection at rest.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    connection.sendall(token.encode())
+    return connection
 
 
 def _metadata(token: str) -> list[tuple[str, str]]:
@@ -354,8 +393,8 @@ def _explain(error: Exception, host: str) -> Exception:
     """
     if isinstance(error, StopIteration):
         return ConnectionError(f"data host {host} ended its stream")
-    if isinstance(error, ValueError):
-        return ConnectionError(f"data host {host} failed: {error}")
+    if isinstance(error, (ValueError, OSError)):
+        return ConnectionError(f"data host {host} failed ({error})")
     if not isinstance(error, grpc.RpcError):
         return RuntimeError(f"data host {host}: {type(error).__name__}: {error}")
     code, details = error.code(), error.details()

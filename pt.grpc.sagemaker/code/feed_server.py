@@ -12,6 +12,8 @@ picklable and the program's main code guarded as above. Tensors in the Dataset a
 workers; anything else is copied to each of them.
 """
 
+import contextlib
+import functools
 import hmac
 import multiprocessing
 import multiprocessing.util
@@ -19,6 +21,7 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -32,9 +35,10 @@ import torch
 from torch.utils.data import Dataset
 
 from batches import BatchKey, SeededBatches, end_with_parent
-from wire import SERVICE, encode, messages, to_frames
+from wire import SERVICE, encode, hang_up, messages, send
 
 MAX_STREAMS = 256  # at a time; one more is refused at once rather than left waiting
+CONNECT_SECONDS = 10  # that a client may take to connect for its batches
 REFUSAL_SECONDS = 10  # at most one line in so long for calls without the token
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # else a second server on this port would take some of the calls
@@ -169,20 +173,39 @@ class TokenCheck(grpc.ServerInterceptor):
     """Refuses calls without the job's token, before it waits for their message or does anything."""
 
     def __init__(self, token: str):
-        self._expected = f"Bearer {token}".encode()
+        self.token = token.encode()
         self._printed_at = -REFUSAL_SECONDS  # monotonic time of the last line about a refusal
         self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     def intercept_service(self, continuation: Callable, call: grpc.HandlerCallDetails) -> Any:
         given = str(dict(call.invocation_metadata).get("authorization", "")).encode()
-        return continuation(call) if hmac.compare_digest(given, self._expected) else self._refusal
+        is_right = hmac.compare_digest(given, b"Bearer " + self.token)
+        return continuation(call) if is_right else self._refusal
 
     def _refuse(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        reason = "wrong or missing token"
+        self.print_refusal(f"a call from {context.peer()}")
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token")
+
+    def print_refusal(self, of: str) -> None:
+        """Print a line, unless there has been one just now."""
         if time.monotonic() > self._printed_at + REFUSAL_SECONDS:
             self._printed_at = time.monotonic()
-            print(f"feed: refused a call from {context.peer()}: {reason}", flush=True)
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+            print(f"feed: refused {of}: wrong or missing token", flush=True)
+
+    def accept(self, listener: socket.socket) -> socket.socket:
+        """Return the first connection that says the token; raise OSError when none does in time."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while True:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            connection, peer = listener.accept()
+            connection.settimeout(1)  # while it is silent, the right one may be waiting behind it
+            with contextlib.suppress(OSError), connection.makefile("rb") as reader:
+                if hmac.compare_digest(reader.read(len(self.token)), self.token):
+                    connection.settimeout(None)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    return connection
+            connection.close()
+            self.print_refusal(f"a connection from {peer[0]}:{peer[1]}")
 
 
 class FeedServer:
@@ -220,10 +243,12 @@ class FeedServer:
         for minder in self._minders:
             minder.start()
 
+        self._host = address.rpartition(":")[0].strip("[]")
+        self._check = TokenCheck(token)
         self._threads = ThreadPoolExecutor(MAX_STREAMS)
         self._server = grpc.server(
             self._threads,
-            interceptors=[TokenCheck(token)],
+            interceptors=[self._check],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_STREAMS,
         )
@@ -233,8 +258,10 @@ class FeedServer:
             messages.DatasetDescription.SerializeToString,
         )
         batches = grpc.stream_stream_rpc_method_handler(
-            self._send_batches, messages.BatchRequest.FromString
-        )  # its answers are serialised already
+            self._send_batches,
+            messages.BatchRequest.FromString,
+            messages.Welcome.SerializeToString,
+        )
         methods = {"Describe": describe, "Batches": batches}
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(SERVICE, methods)]
@@ -296,9 +323,24 @@ class FeedServer:
 
     def _send_batches(
         self, requests: Iterator[Any], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
-        """Answer each request as soon as its batch is ready, until the client goes."""
-        context.send_initial_metadata((("workers", str(len(self._workers))),))
+    ) -> Iterator[Any]:
+        """Have the client connect, and send it each of its batches when it is ready."""
+        with listen(self._host) as listener:
+            context.add_callback(functools.partial(hang_up, listener))
+            port = listener.getsockname()[1]
+            yield messages.Welcome(port=port, workers=len(self._workers))
+            try:
+                connection = self._check.accept(listener)
+            except OSError as error:
+                reason = f"nobody with the token has connected to port {port} ({error})"
+                context.abort(grpc.StatusCode.UNAVAILABLE, reason)
+        with connection:
+            if context.add_callback(functools.partial(hang_up, connection)):
+                self._answer_all(requests, context, connection)
+
+    def _answer_all(
+        self, requests: Iterator[Any], context: grpc.ServicerContext, connection: socket.socket
+    ) -> None:
         ready: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
         length, mismatch = len(self._batches.dataset), []
 
@@ -320,11 +362,22 @@ class FeedServer:
         threading.Thread(target=read_requests, daemon=True).start()
         while item := ready.get():
             number, answer = item
-            if answer.error:
-                yield messages.Frame(number=number, error=answer.error).SerializeToString()
-            else:
-                yield from to_frames(number, answer.structure, answer.buffers)
+            header = messages.BatchHeader(
+                number=number, error=answer.error, structure=answer.structure
+            )
+            try:
+                send(connection, header, answer.buffers)
+            except OSError:  # the client has gone
+                return
             del item, answer  # they hold shared memory
         if mismatch:
             reason = f"here are {length} samples, but a dataset of {mismatch[0]} was asked for"
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+
+
+def listen(host: str) -> socket.socket:
+    """Return a socket that listens at a free port of this host, given by name or address."""
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    is_ipv6 = family == socket.AF_INET6
+    return socket.create_server(address[:2], family=family, dualstack_ipv6=is_ipv6)

@@ -1,7 +1,11 @@
 """How a batch travels: a description of its structure, then the bytes of its tensors and arrays.
 
-`encode` and `to_frames` are the data host's side, `receive` the training process's; the messages
-are in dataset_feed.proto. Nothing is pickled, so no message can run code at its receiver.
+`encode` and `send` are the data host's side, `receive` the training process's; the messages are in
+dataset_feed.proto. Nothing is pickled, so no message can run code at its receiver.
+
+gRPC carries what is asked for, and notices what fails. The batches have a TCP connection of
+their own, on which Linux copies them out of tensors and into new ones: through gRPC, Python would
+copy them several times more.
 
 The messages' Python classes are made by grpcio-tools, in memory, when this module is imported: so
 they fit the protobuf that is installed, which differs between containers, and nothing is fetched.
@@ -9,11 +13,15 @@ A job without internet access needs grpcio and grpcio-tools in its container ima
 in this folder and `--no-index --find-links .` as the first line of requirements.txt.
 """
 
+import contextlib
 import functools
 import math
+import select
+import socket
+import struct
 import sys
 from collections import namedtuple
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -23,8 +31,8 @@ import torch
 messages = grpc.protos("dataset_feed.proto")
 
 SERVICE = "dataset_feed.DatasetFeed"
-FRAME_BYTES = 1 << 20
-DATA_FIELD = b"\x22"  # how protobuf begins the field `data` of a Frame; its length comes next
+LENGTH = struct.Struct("!Q")
+PIECE_BYTES = 2 << 20  # that are received at a time
 SCALARS = {bool: "boolean", int: "integer", float: "real", str: "text", bytes: "octets"}
 
 
@@ -82,33 +90,12 @@ def _encode_all(values: Iterable, paths: Iterable[str]) -> tuple[list, list[torc
     return [part for part, _ in parts], [buffer for _, buffers in parts for buffer in buffers]
 
 
-def to_frames(number: int, structure: bytes, buffers: Iterable[torch.Tensor]) -> Iterator[bytes]:
-    """Cut a batch's serialised structure and bytes, end to end, into serialised `messages.Frame`s.
-
-    Written by hand: protobuf itself would copy the data twice more.
-    """
-    start = messages.Frame(number=number, structure_size=len(structure)).SerializeToString()
-    pieces: list[memoryview] = []
-    size = 0
-    for part in [structure, *(buffer.numpy() for buffer in buffers)]:
-        buffer = memoryview(part)
-        for offset in range(0, len(buffer), FRAME_BYTES):
-            piece = buffer[offset : offset + FRAME_BYTES]
-            if size + len(piece) > FRAME_BYTES:
-                yield b"".join([start, DATA_FIELD, _varint(size), *pieces])
-                start, pieces, size = b"", [], 0
-            pieces.append(piece)
-            size += len(piece)
-    yield b"".join([start, DATA_FIELD, _varint(size), *pieces])
-
-
-def _varint(number: int) -> bytes:
-    """Return a number as protobuf writes it: seven bits a byte, the lowest first."""
-    written = b""
-    while number > 127:
-        written += bytes([number & 127 | 128])
-        number >>= 7
-    return written + bytes([number])
+def send(connection: socket.socket, header: Any, buffers: Iterable[torch.Tensor] = ()) -> None:
+    """Send a batch: its `messages.BatchHeader`, and then its bytes."""
+    described = header.SerializeToString()
+    connection.sendall(LENGTH.pack(len(described)) + described)
+    for buffer in buffers:
+        connection.sendall(buffer.numpy())
 
 
 def decode(value: Any, pin_memory: bool = False) -> tuple[Any, list[np.ndarray]]:
@@ -172,43 +159,42 @@ def _namedtuple_class(module: str, name: str, fields: tuple[str, ...]) -> type:
     return namedtuple(name.split(".")[-1], fields, rename=True)
 
 
-def receive(first: Any, frames: Iterator[bytes], pin_memory: bool = False) -> Any:
-    """Return the batch that begins with `first`, a `messages.Frame`, and goes on with `frames`.
+def receive_header(connection: socket.socket) -> Any:
+    """Return the next batch's `messages.BatchHeader`. Raises OSError if the connection ends."""
+    length = bytearray(LENGTH.size)
+    _fill(length, connection)
+    described = bytearray(LENGTH.unpack(length)[0])
+    _fill(described, connection)
+    return messages.BatchHeader.FromString(bytes(described))
 
-    Takes no more frames than the batch has. Raises ValueError when they do not make up a batch.
-    NumPy copies without holding Python's global lock, so that several threads can copy at the same
-    time.
-    """
-    rest = np.frombuffer(first.data, np.uint8)
 
-    def fill(target: np.ndarray) -> None:
-        nonlocal rest
-        filled = 0
-        while filled < len(target):
-            if not len(rest):
-                rest = _data(next(frames, b""))
-            size = min(len(rest), len(target) - filled)
-            target[filled : filled + size] = rest[:size]
-            rest = rest[size:]
-            filled += size
-
-    structure = np.empty(first.structure_size, np.uint8)
-    fill(structure)
-    batch, memory = decode(messages.Value.FromString(structure.tobytes()), pin_memory)
+def receive(connection: socket.socket, header: Any, pin_memory: bool = False) -> Any:
+    """Return the batch after its header. Raises OSError if the connection ends."""
+    batch, memory = decode(messages.Value.FromString(header.structure), pin_memory)
     for target in memory:
-        fill(target)
-    if len(rest):
-        raise ValueError("it sent more than the batch holds")
+        _fill(target, connection)
     return batch
 
 
-def _data(frame: bytes) -> np.ndarray:
-    """Return the data of a serialised frame that has only data, without copying it."""
-    if not frame:
-        raise ValueError("its stream ended inside a batch")
-    if frame[:1] != DATA_FIELD:
-        raise ValueError("it sent something else inside a batch")
-    start = 1
-    while frame[start] > 127:  # the length, in as many bytes as it takes; the rest is the data
-        start += 1
-    return np.frombuffer(frame, np.uint8, offset=start + 1)
+def _fill(target: bytearray | np.ndarray, connection: socket.socket) -> None:
+    """Receive into `target`, woken by Linux for each piece of it and not for every packet."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    left = memoryview(target)
+    while left:
+        piece = left[:PIECE_BYTES]
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(piece))
+        poll.poll(1000)  # ms
+        try:
+            received = connection.recv_into(piece, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:  # nothing is there yet
+            continue
+        if not received:
+            raise ConnectionError("its connection has ended")
+        left = left[received:]
+
+
+def hang_up(connection: socket.socket) -> None:
+    """End a connection, or the wait for one, also for the thread that is busy with it."""
+    with contextlib.suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_RDWR)
