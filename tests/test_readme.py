@@ -161,10 +161,13 @@ def test_lines_for_sdk_v2(jobs: Jobs, project: Path):
     assert log.count("serving") == 2
 
 
-# A reader's pipeline, which says where it was run, and a training step that prints it.
+# A reader's pipeline, which says where it was run, and a training step that prints it. It is so quick
+# that all steps might be over before a second data host is up: until then it takes some time.
 TF_TRAINING = """
-import json
+import json, time
 import tensorflow as tf
+
+hosts = set()
 
 def make_dataset(pattern, batch_size):
     files = tf.data.Dataset.list_files(pattern)
@@ -177,6 +180,9 @@ def train_step(batch):
     config = json.loads(configs[0].numpy())
     where = config["current_group_name"], config["current_host"]
     print("batch", *where, *records.numpy(), flush=True)  # whole lines, on several ranks too
+    hosts.add(where)
+    if len(hosts) == 1:
+        time.sleep(0.05)
 """
 
 

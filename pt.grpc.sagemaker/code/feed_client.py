@@ -363,17 +363,16 @@ def fetch(arrivals: Arrivals, host: str, token: str, pin_memory: bool) -> None:
 
 def connect(host: str, port: int, token: str) -> socket.socket:
     """Return the connection for a call's batches. Raises OSError."""
+    address = host.rpartition(":")[0].strip("[]"), port
     try:
-        connection = socket.create_connection(
-            (host.rpartition(":")[0].strip("[]"), port), CONNECT_SECONDS
-        )
+        connection = socket.create_connection(address, CONNECT_SECONDS)
     except OSError as error:
-        sentence = (
-            f"it answers, but not at port {port}, where its batches would come from ({error})"
-        )
-        raise OSError(f"{sentence}: let these hosts reach each other at all ports") from error
+        raise OSError(
+            f"it answers, but not at port {port}, which its batches would come from ({error}): "
+            "let these hosts reach each other at all ports"
+        ) from error
     connection.settimeout(None)
-    # Does what gRPC's keepalive does for the call, lest a firewall forget a connection at rest.
+    # As gRPC's keepalive does for the call, lest a firewall forget a connection that is at rest.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)

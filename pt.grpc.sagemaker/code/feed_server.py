@@ -39,7 +39,7 @@ from wire import SERVICE, encode, hang_up, messages, send
 
 MAX_STREAMS = 256  # at a time; one more is refused at once rather than left waiting
 CONNECT_SECONDS = 10  # that a client may take to connect for its batches
-REFUSAL_SECONDS = 10  # at most one line in so long for calls without the token
+REFUSAL_SECONDS = 10  # at most one line in so long about those without the token
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # else a second server on this port would take some of the calls
     ("grpc.max_receive_message_length", 1 << 20),  # a request has the indices of a batch
@@ -243,7 +243,7 @@ class FeedServer:
         for minder in self._minders:
             minder.start()
 
-        self._host = address.rpartition(":")[0].strip("[]")
+        self._host = address.rpartition(":")[0].strip("[]") or None  # None: all addresses
         self._check = TokenCheck(token)
         self._threads = ThreadPoolExecutor(MAX_STREAMS)
         self._server = grpc.server(
@@ -341,6 +341,7 @@ class FeedServer:
     def _answer_all(
         self, requests: Iterator[Any], context: grpc.ServicerContext, connection: socket.socket
     ) -> None:
+        """Send each batch as soon as it is ready, until the client goes."""
         ready: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
         length, mismatch = len(self._batches.dataset), []
 
@@ -375,8 +376,8 @@ class FeedServer:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
 
 
-def listen(host: str) -> socket.socket:
-    """Return a socket that listens at a free port of this host, given by name or address."""
+def listen(host: str | None) -> socket.socket:
+    """Return a socket that listens at a free port of `host`, a name or an address; None: all."""
     found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]
     is_ipv6 = family == socket.AF_INET6

@@ -3,9 +3,9 @@
 `encode` and `send` are the data host's side, `receive` the training process's; the messages are in
 dataset_feed.proto. Nothing is pickled, so no message can run code at its receiver.
 
-gRPC carries what is asked for, and notices what fails. The batches have a TCP connection of
-their own, on which Linux copies them out of tensors and into new ones: through gRPC, Python would
-copy them several times more.
+gRPC carries what is asked for and notices what fails, but not the batches: gRPC for Python would
+copy them several times. They have a TCP connection of their own, on which Linux copies them out of
+tensors and into new ones.
 
 The messages' Python classes are made by grpcio-tools, in memory, when this module is imported: so
 they fit the protobuf that is installed, which differs between containers, and nothing is fetched.
@@ -184,10 +184,10 @@ def _fill(target: bytearray | np.ndarray, connection: socket.socket) -> None:
     while left:
         piece = left[:PIECE_BYTES]
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(piece))
-        poll.poll(1000)  # ms
+        poll.poll(1000)  # ms; then what is there is taken, so that no batch depends on being woken
         try:
             received = connection.recv_into(piece, 0, socket.MSG_DONTWAIT)
-        except BlockingIOError:  # nothing is there yet
+        except BlockingIOError:  # nothing is
             continue
         if not received:
             raise ConnectionError("its connection has ended")
