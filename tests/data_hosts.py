@@ -145,11 +145,11 @@ STRUCTURES = [
     [True, False, 0, -1, 2**63 - 1, -(2**63), 0.0, -1.5, float("inf"), 1e-320, "", b""],
     [np.arange(5), np.float32([[1, 2]]).T, np.array("text"), np.array(3.5), np.zeros((0, 2), bool)],
     [np.array(["2020-01-01"], "M8[D]"), np.array([1, 2], ">i4"), np.array([b"ab", b"c"])],
-    [f"a name, {i}" * 50 for i in range(9000)],  # more than one frame of structure
+    [f"a name, {i}" * 50 for i in range(9000)],  # 6 MB of structure
     [BatchKey(1, 2, 3, 4, [5]), {"a": BatchKey(torch.arange(3), (), None, 0, [])}],
-    (torch.arange(3_000_000), np.arange(5), torch.arange(700_000)),  # 30 frames
+    (torch.arange(3_000_000), np.arange(5), torch.arange(700_000)),  # 30 MB
     [torch.tensor([i]) for i in range(1500)],  # more than a process may open files
-    torch.zeros(1 << 20, dtype=torch.uint8)[: (1 << 20) - 1],
+    [torch.arange((2 << 20) + i).to(torch.uint8) for i in (-1, 0, 1)],  # received in pieces
 ]
 REFUSED = {
     "batch[0]['point'] is a collections.OrderedDict": [{"point": OrderedDict(x=1)}],

@@ -58,9 +58,19 @@ def last_step(job: Running) -> int:
 
 
 def listeners(job: Running) -> list[tuple[str, int]]:
-    """Where the job's processes listen: launcher, torchrun, data servers, and gloo in each rank."""
-    connections = [c for process in job.processes() for c in process.net_connections("tcp")]
-    found = {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+    """Where the job's processes listen: launcher, torchrun, data servers, and gloo in each rank.
+
+    Looked up twice, which leaves out where data servers listen for a moment only: until the rank
+    whose call this is has connected (test_feed_faults.py has strangers there).
+    """
+
+    def look() -> set:
+        connections = [c for process in job.processes() for c in process.net_connections("tcp")]
+        return {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+
+    found = look()
+    time.sleep(0.5)
+    found &= look()
     return [("127.0.0.1" if ip in ("0.0.0.0", "::") else ip, port) for ip, port in found]
 
 

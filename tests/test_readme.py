@@ -161,8 +161,8 @@ def test_lines_for_sdk_v2(jobs: Jobs, project: Path):
     assert log.count("serving") == 2
 
 
-# A reader's pipeline, which says where it was run, and a training step that prints it. It is so quick
-# that all steps might be over before a second data host is up: until then it takes some time.
+# A reader's pipeline, which says where it was run, and a training step that prints it. It is so
+# quick that all steps might be over before a second data host is up: until then it takes longer.
 TF_TRAINING = """
 import json, time
 import tensorflow as tf
