@@ -253,25 +253,31 @@ def test_refused_structure_is_named(data_hosts, sentence):
     assert sentence in str(caught.value)
 
 
-BROKEN = {  # what a data host sends
-    "it sent batch 99, which it was not asked for": wire.messages.BatchHeader(number=99),
-    "its connection has ended": wire.messages.BatchHeader(
-        structure=wire.messages.Value(
-            tensor=wire.messages.Array(dtype="uint8", shape=[4])
-        ).SerializeToString()
-    ),
+FOUR_BYTES = wire.messages.BatchHeader(
+    structure=wire.messages.Value(
+        tensor=wire.messages.Array(dtype="uint8", shape=[4])
+    ).SerializeToString()
+).SerializeToString()
+BROKEN = {  # what a data host sends, and what becomes of it
+    wire.messages.BatchHeader(number=99).SerializeToString(): "it sent batch 99, which it was not",
+    FOUR_BYTES: "no more of a batch for 1 s",
+    b"\xff" * 40: "Error parsing message",
 }
 
 
-@pytest.mark.parametrize("sentence", BROKEN)
-def test_a_data_host_that_sends_nonsense_is_named(sentence):
+@pytest.mark.parametrize("described", BROKEN)
+def test_a_data_host_that_sends_nonsense_is_named(described, monkeypatch):
+    monkeypatch.setattr(wire, "STALL_SECONDS", 1)
+    over = threading.Event()
+
     def send(requests: Iterator, context: grpc.ServicerContext) -> Iterator:
         with feed_server.listen("127.0.0.1") as listener:
-            yield wire.messages.Welcome(port=listener.getsockname()[1], workers=1)
+            yield wire.messages.Welcome(port=listener.getsockname()[1], secret=b"abc", workers=1)
             with listener.accept()[0] as connection:
-                assert connection.recv(100) == TOKEN.encode()
+                assert connection.recv(100) == b"abc"
                 next(requests)
-                wire.send(connection, BROKEN[sentence], [torch.arange(3, dtype=torch.uint8)])
+                connection.sendall(wire.LENGTH.pack(len(described)) + described + b"123")
+                over.wait(30)
 
     describe = grpc.unary_unary_rpc_method_handler(
         lambda request, context: wire.messages.DatasetDescription(length=5),
@@ -286,8 +292,9 @@ def test_a_data_host_that_sends_nonsense_is_named(sentence):
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(wire.SERVICE, methods)])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    with pytest.raises(ConnectionError, match=rf"data host {address} failed \({sentence}\)"):
+    with pytest.raises(ConnectionError, match=f"data host {address} failed .{BROKEN[described]}"):
         list(FeedLoader([address], TOKEN, 1, retry_timeout=0.5))
+    over.set()
     server.stop(None).wait()
 
 
@@ -318,6 +325,24 @@ def test_port_in_use_is_refused(data_hosts):
     address = data_hosts[0].addresses["plain"]
     with pytest.raises(OSError, match=f"cannot listen at '{address}': the port is in use"):
         FeedServer(Plain(), address, TOKEN, num_workers=1)
+
+
+@pytest.mark.parametrize(
+    "serve_at, ask_at",
+    [("localhost", "127.0.0.1"), ("0.0.0.0", "[::1]"), ("[::1]", "[::1]"), ("[::]", "127.0.0.1")],
+)
+def test_addresses_of_all_kinds(serve_at, ask_at):
+    if "[::" in serve_at + ask_at and not any(
+        address.address == "::1" for address in psutil.net_if_addrs().get("lo", [])
+    ):
+        pytest.skip("this machine has no IPv6")
+    port = free_port()
+    server = FeedServer(Plain(), f"{serve_at}:{port}", TOKEN, num_workers=0)
+    try:
+        loader = FeedLoader([f"{ask_at}:{port}"], TOKEN, BATCH_SIZE, retry_timeout=0.5)
+        assert_same(list(loader), list(LocalLoader(Plain(), BATCH_SIZE)))
+    finally:
+        server.stop()
 
 
 def test_workers_end_with_a_program_that_is_killed():

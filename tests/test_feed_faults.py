@@ -148,8 +148,8 @@ def test_connections_are_cut_within_batches(start, expected, seed, monkeypatch):
         acceptors[-1].start()
         return listener.getsockname()[1]
 
-    def connect(host: str, port: int, token: str) -> socket.socket:
-        return really_connect(host, relay(port, "batches", 6_000_000), token)
+    def connect(host: str, port: int, secret: bytes) -> socket.socket:
+        return really_connect(host, relay(port, "batches", 6_000_000), secret)
 
     really_connect = feed_client.connect
     monkeypatch.setattr(feed_client, "connect", connect)
@@ -259,8 +259,9 @@ def test_an_oversized_request_is_refused_and_does_no_harm(start, expected):
     with grpc.insecure_channel(host.addresses["steady"]) as channel:
         request = wire.messages.BatchRequest(dataset_length=103, indices=range(2_000_000))
         call = call_for_batches(channel, [request])
-        port = next(call).port
-        with feed_client.connect(host.addresses["steady"], port, TOKEN) as connection:
+        welcome = next(call)
+        place = host.addresses["steady"], welcome.port, welcome.secret
+        with feed_client.connect(*place) as connection:
             with pytest.raises(grpc.RpcError) as refused:
                 next(call)
             assert not connection.recv(1)
@@ -496,50 +497,65 @@ def test_refused_calls_are_printed_now_and_then(capsys):
 
 
 @pytest.fixture
-def server(monkeypatch) -> Iterator[tuple[FeedServer, str]]:
-    """A data server in this process, and its address."""
-    monkeypatch.setattr(feed_server, "CONNECT_SECONDS", 4)  # to save time
+def address() -> Iterator[str]:
+    """The address of a data server in this process."""
     address = f"127.0.0.1:{free_port()}"
     server = FeedServer(Plain(), address, TOKEN, num_workers=0)
-    yield server, address
+    yield address
     server.stop()
 
 
-def test_strangers_who_connect_for_a_call_s_batches_are_refused(server, capsys):
-    with grpc.insecure_channel(server[1]) as channel:
-        request = wire.messages.BatchRequest(dataset_length=103, indices=[5])
+def test_strangers_who_connect_for_a_call_s_batches_are_refused(address, capsys):
+    with grpc.insecure_channel(address) as channel:
         requests = queue.SimpleQueue()
         call = call_for_batches(channel, iter(requests.get, None))
-        port = next(call).port
+        welcome = next(call)
+        assert len(welcome.secret) == 16
         with contextlib.ExitStack() as strangers:
-            for said in [b"", b"x", b"another token" * 9, TOKEN[:-1].encode() + b"x"]:
-                stranger = socket.create_connection(("127.0.0.1", port))
+            for said in [b"", b"x", b"a guess" * 9, TOKEN.encode(), welcome.secret[:-1] + b"x"]:
+                stranger = socket.create_connection(("127.0.0.1", welcome.port))
                 strangers.enter_context(stranger).sendall(said)
-            with feed_client.connect(server[1], port, TOKEN) as connection:
-                requests.put(request)
+            slow = strangers.enter_context(socket.create_connection(("127.0.0.1", welcome.port)))
+            started = time.monotonic()
+            with feed_client.connect(address, welcome.port, welcome.secret) as connection:
+                requests.put(wire.messages.BatchRequest(dataset_length=103, indices=[5]))
+                with contextlib.suppress(OSError):  # it has been hung up
+                    for byte in welcome.secret:  # slowly
+                        slow.sendall(bytes([byte]))
+                        time.sleep(0.5)
                 batch = wire.receive(connection, wire.receive_header(connection))
+        assert time.monotonic() - started < 8  # at most a second each
         assert_same(batch, default_collate([Plain()[5]]))
         requests.put(None)
     [line] = lines(capsys)
     assert line.startswith("feed: refused a connection from 127.0.0.1:")
-    assert line.endswith(": wrong or missing token")
+    assert line.endswith(": wrong or missing secret of a call")
 
 
-def test_a_client_that_does_not_connect_for_its_batches_is_given_up(server):
-    with grpc.insecure_channel(server[1]) as channel:
+def test_a_client_that_does_not_connect_for_its_batches_is_given_up(address, monkeypatch):
+    monkeypatch.setattr(feed_server, "CONNECT_SECONDS", 1)  # to save time
+    with grpc.insecure_channel(address) as channel:
         call = call_for_batches(channel, [])
         port = next(call).port
         with pytest.raises(grpc.RpcError) as given_up:
             next(call)
     assert given_up.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert f"nobody with the token has connected to port {port}" in given_up.value.details()
-    assert len(list(FeedLoader([server[1]], TOKEN, BATCH_SIZE))) == 15
+    assert f"no client has connected to port {port}" in given_up.value.details()
+    assert len(list(FeedLoader([address], TOKEN, BATCH_SIZE))) == 15
 
 
-def test_a_host_whose_other_ports_cannot_be_reached_is_named(server, monkeypatch):
-    closed = free_port()
+@pytest.mark.parametrize("silent", [False, True])  # as a firewall is; else nobody listens there
+def test_a_host_whose_other_ports_cannot_be_reached_is_named(address, silent, monkeypatch):
+    monkeypatch.setattr(feed_client, "CONNECT_SECONDS", 1)  # to save time
     connect = feed_client.connect
-    monkeypatch.setattr(feed_client, "connect", lambda host, _, token: connect(host, closed, token))
-    sentence = rf"it answers, but not at port {closed}, .* let these hosts reach each other"
-    with pytest.raises(ConnectionError, match=sentence):
-        list(FeedLoader([server[1]], TOKEN, BATCH_SIZE, retry_timeout=0.5))
+    with contextlib.ExitStack() as stack:
+        if silent:  # Linux drops what comes when as many are waiting as may
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+            port = listener.getsockname()[1]
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        else:
+            port = free_port()
+        monkeypatch.setattr(feed_client, "connect", lambda host, _, it: connect(host, port, it))
+        sentence = f"it answers, but not at port {port}, .* let these hosts reach each other"
+        with pytest.raises(ConnectionError, match=sentence):
+            list(FeedLoader([address], TOKEN, BATCH_SIZE, retry_timeout=0.5))

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from batches import BatchKey, BatchPlan, EpochLoader
 from wire import SERVICE, hang_up, messages, receive, receive_header
@@ -39,8 +40,8 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),  # no limit: also while a batch takes minutes
 ]
-CONNECT_SECONDS = 10  # that connecting for a call's batches may take
-RETRY_PAUSE = 0.5  # seconds, after a host has failed
+CONNECT_SECONDS = 5  # that connecting for a call's batches may take; the server waits longer
+RETRY_PAUSE = 0.5  # seconds, after a host has failed; also for a call to say why it has
 
 
 class DatasetError(RuntimeError):
@@ -170,15 +171,12 @@ class Call:
     asked: dict[int, BatchKey] = field(default_factory=dict)  # and not answered yet, by number
     at_most: int = 0  # that may be asked at a time; 0 until the host has answered the call
     answers: Any = None  # gRPC's iterator, which can be cancelled
-    connection: socket.socket | None = None  # through which the batches come
     ended: bool = False
 
     def end(self) -> None:
         """Have its threads end."""
         self.ended = True
         self.answers.cancel()
-        if self.connection:
-            hang_up(self.connection)
 
 
 class Arrivals:
@@ -285,15 +283,15 @@ class Arrivals:
             )
             return not call.ended
 
-    def receive(self, call: Call, host: str, pin_memory: bool) -> None:
+    def receive(self, call: Call, connection: socket.socket, host: str, pin_memory: bool) -> None:
         """Receive one batch, or a DatasetError in its place."""
-        header = receive_header(call.connection)
+        header = receive_header(connection)
         if header.number not in call.asked:
             raise ValueError(f"it sent batch {header.number}, which it was not asked for")
         if header.error:
             batch = DatasetError(f"data host {host}, batch {header.number}: {header.error}")
         else:
-            batch = receive(call.connection, header, pin_memory)
+            batch = receive(connection, header, pin_memory)
         with self.changed:
             del call.asked[header.number]
             self.arrived[header.number] = batch
@@ -343,41 +341,44 @@ def fetch(arrivals: Arrivals, host: str, token: str, pin_memory: bool) -> None:
                 call.answers = method(arrivals.ask(call), metadata=_metadata(token))
                 arrivals.begin(call)
                 welcome = next(call.answers)
-                with connect(host, welcome.port, token) as call.connection:
-                    # Also when gRPC notices that the host hangs, or has gone.
-                    call.answers.add_done_callback(lambda _, it=call.connection: hang_up(it))
+                with connect(host, welcome.port, welcome.secret) as connection:
+                    # However the call ends: also when gRPC notices that the host hangs or has gone.
+                    call.answers.add_done_callback(lambda _, it=connection: hang_up(it))
                     # This rank's share of the workers, and two while batches travel.
                     share = math.ceil(welcome.workers / arrivals.plan.world_size)
                     arrivals.let_ask(call, share + 2)
                     while arrivals.wait_for_room(call):
-                        arrivals.receive(call, host, pin_memory)
+                        arrivals.receive(call, connection, host, pin_memory)
                 return
             except Exception as error:
+                failure = error
                 if isinstance(error, OSError):  # of the connection; the call may know why
                     with contextlib.suppress(grpc.FutureTimeoutError, grpc.FutureCancelledError):
-                        error = call.answers.exception(RETRY_PAUSE) or error
-                arrivals.fail(call, host, _explain(error, host))
-                error.__traceback__ = None  # it refers to the call, and this to it: it would stay
+                        failure = call.answers.exception(RETRY_PAUSE) or error
+                arrivals.fail(call, host, _explain(failure, host))
+                # gRPC raises the call itself, which refers by this to all that refers to the call.
+                error.__traceback__ = None
         arrivals.ended.wait(RETRY_PAUSE)
 
 
-def connect(host: str, port: int, token: str) -> socket.socket:
+def connect(host: str, port: int, secret: bytes) -> socket.socket:
     """Return the connection for a call's batches. Raises OSError."""
     address = host.rpartition(":")[0].strip("[]"), port
     try:
         connection = socket.create_connection(address, CONNECT_SECONDS)
-    except OSError as error:
-        raise OSError(
+    except (TimeoutError, ConnectionRefusedError) as error:
+        raise ConnectionError(
             f"it answers, but not at port {port}, which its batches would come from ({error}): "
             "let these hosts reach each other at all ports"
         ) from error
     connection.settimeout(None)
-    # As gRPC's keepalive does for the call, lest a firewall forget a connection that is at rest.
+    # As gRPC's keepalive does for the call: notices a firewall that has forgotten the connection,
+    # and keeps it from doing so.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-    connection.sendall(token.encode())
+    connection.sendall(secret)
     return connection
 
 
@@ -392,7 +393,7 @@ def _explain(error: Exception, host: str) -> Exception:
     """
     if isinstance(error, StopIteration):
         return ConnectionError(f"data host {host} ended its stream")
-    if isinstance(error, (ValueError, OSError)):
+    if isinstance(error, (OSError, ValueError, DecodeError)):
         return ConnectionError(f"data host {host} failed ({error})")
     if not isinstance(error, grpc.RpcError):
         return RuntimeError(f"data host {host}: {type(error).__name__}: {error}")

@@ -15,11 +15,13 @@ workers; anything else is copied to each of them.
 import contextlib
 import functools
 import hmac
+import ipaddress
 import multiprocessing
 import multiprocessing.util
 import os
 import pickle
 import queue
+import secrets
 import signal
 import socket
 import threading
@@ -38,8 +40,8 @@ from batches import BatchKey, SeededBatches, end_with_parent
 from wire import SERVICE, encode, hang_up, messages, send
 
 MAX_STREAMS = 256  # at a time; one more is refused at once rather than left waiting
-CONNECT_SECONDS = 10  # that a client may take to connect for its batches
-REFUSAL_SECONDS = 10  # at most one line in so long about those without the token
+CONNECT_SECONDS = 20  # that a client may take to connect for its batches
+REFUSAL_SECONDS = 10  # at most one line in so long about strangers
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # else a second server on this port would take some of the calls
     ("grpc.max_receive_message_length", 1 << 20),  # a request has the indices of a batch
@@ -61,7 +63,8 @@ def serve(
 
     num_workers: processes; default: one per core that this process may use; 0: batches are
     prepared in this process, one at a time, which is fastest for samples that only have to be
-    looked up; nothing else here may draw random numbers then. Raises as FeedServer does.
+    looked up; then nothing else here may draw random numbers, and a batch that the Dataset or
+    collate_fn has returned must not be changed: it is sent from there. Raises as FeedServer does.
     """
     sigterms: list[int] = []
     previous = signal.signal(signal.SIGTERM, lambda number, _: sigterms.append(number))
@@ -173,39 +176,24 @@ class TokenCheck(grpc.ServerInterceptor):
     """Refuses calls without the job's token, before it waits for their message or does anything."""
 
     def __init__(self, token: str):
-        self.token = token.encode()
+        self._expected = f"Bearer {token}".encode()
         self._printed_at = -REFUSAL_SECONDS  # monotonic time of the last line about a refusal
         self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     def intercept_service(self, continuation: Callable, call: grpc.HandlerCallDetails) -> Any:
         given = str(dict(call.invocation_metadata).get("authorization", "")).encode()
-        is_right = hmac.compare_digest(given, b"Bearer " + self.token)
-        return continuation(call) if is_right else self._refusal
+        return continuation(call) if hmac.compare_digest(given, self._expected) else self._refusal
 
     def _refuse(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        self.print_refusal(f"a call from {context.peer()}")
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token")
+        reason = "wrong or missing token"
+        self.print_refusal(f"a call from {context.peer()}: {reason}")
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
-    def print_refusal(self, of: str) -> None:
+    def print_refusal(self, what: str) -> None:
         """Print a line, unless there has been one just now."""
         if time.monotonic() > self._printed_at + REFUSAL_SECONDS:
             self._printed_at = time.monotonic()
-            print(f"feed: refused {of}: wrong or missing token", flush=True)
-
-    def accept(self, listener: socket.socket) -> socket.socket:
-        """Return the first connection that says the token; raise OSError when none does in time."""
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while True:
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
-            connection, peer = listener.accept()
-            connection.settimeout(1)  # while it is silent, the right one may be waiting behind it
-            with contextlib.suppress(OSError), connection.makefile("rb") as reader:
-                if hmac.compare_digest(reader.read(len(self.token)), self.token):
-                    connection.settimeout(None)
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    return connection
-            connection.close()
-            self.print_refusal(f"a connection from {peer[0]}:{peer[1]}")
+            print(f"feed: refused {what}", flush=True)
 
 
 class FeedServer:
@@ -243,7 +231,7 @@ class FeedServer:
         for minder in self._minders:
             minder.start()
 
-        self._host = address.rpartition(":")[0].strip("[]") or None  # None: all addresses
+        self._host = address.rpartition(":")[0].strip("[]")
         self._check = TokenCheck(token)
         self._threads = ThreadPoolExecutor(MAX_STREAMS)
         self._server = grpc.server(
@@ -327,16 +315,35 @@ class FeedServer:
         """Have the client connect, and send it each of its batches when it is ready."""
         with listen(self._host) as listener:
             context.add_callback(functools.partial(hang_up, listener))
-            port = listener.getsockname()[1]
-            yield messages.Welcome(port=port, workers=len(self._workers))
+            port, secret = listener.getsockname()[1], secrets.token_bytes(16)
+            yield messages.Welcome(port=port, secret=secret, workers=len(self._workers))
             try:
-                connection = self._check.accept(listener)
+                connection = self._accept(listener, secret)
             except OSError as error:
-                reason = f"nobody with the token has connected to port {port} ({error})"
+                reason = f"no client has connected to port {port} for its batches ({error})"
                 context.abort(grpc.StatusCode.UNAVAILABLE, reason)
         with connection:
             if context.add_callback(functools.partial(hang_up, connection)):
                 self._answer_all(requests, context, connection)
+
+    def _accept(self, listener: socket.socket, secret: bytes) -> socket.socket:
+        """Return the first connection that says the secret. Raises OSError if none does in time."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            listener.settimeout(left)
+            connection, peer = listener.accept()
+            # While a stranger is silent the right one may be waiting: all at once, and soon.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(secret))
+            connection.settimeout(1)
+            with contextlib.suppress(OSError):
+                if hmac.compare_digest(connection.recv(len(secret)), secret):
+                    connection.settimeout(None)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    return connection
+            connection.close()
+            whose = f"a connection from {peer[0]}:{peer[1]}"
+            self._check.print_refusal(f"{whose}: wrong or missing secret of a call")
+        raise TimeoutError("timed out")
 
     def _answer_all(
         self, requests: Iterator[Any], context: grpc.ServicerContext, connection: socket.socket
@@ -376,9 +383,16 @@ class FeedServer:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
 
 
-def listen(host: str | None) -> socket.socket:
-    """Return a socket that listens at a free port of `host`, a name or an address; None: all."""
-    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, address = found[0]
-    is_ipv6 = family == socket.AF_INET6
-    return socket.create_server(address[:2], family=family, dualstack_ipv6=is_ipv6)
+def listen(host: str) -> socket.socket:
+    """Return a socket that listens at a free port of `host`, an address.
+
+    For a name, which may have several, or a wildcard it listens at all of this machine's.
+    """
+    with contextlib.suppress(ValueError):  # no address
+        address = ipaddress.ip_address(host)
+        if not address.is_unspecified:
+            family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+            return socket.create_server((host, 0), family=family)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=both)

@@ -20,6 +20,7 @@ import select
 import socket
 import struct
 import sys
+import time
 from collections import namedtuple
 from collections.abc import Iterable
 from typing import Any
@@ -33,6 +34,7 @@ messages = grpc.protos("dataset_feed.proto")
 SERVICE = "dataset_feed.DatasetFeed"
 LENGTH = struct.Struct("!Q")
 PIECE_BYTES = 2 << 20  # that are received at a time
+STALL_SECONDS = 20  # that nothing may come within a batch
 SCALARS = {bool: "boolean", int: "integer", float: "real", str: "text", bytes: "octets"}
 
 
@@ -93,7 +95,8 @@ def _encode_all(values: Iterable, paths: Iterable[str]) -> tuple[list, list[torc
 def send(connection: socket.socket, header: Any, buffers: Iterable[torch.Tensor] = ()) -> None:
     """Send a batch: its `messages.BatchHeader`, and then its bytes."""
     described = header.SerializeToString()
-    connection.sendall(LENGTH.pack(len(described)) + described)
+    connection.sendall(LENGTH.pack(len(described)))
+    connection.sendall(described)
     for buffer in buffers:
         connection.sendall(buffer.numpy())
 
@@ -160,27 +163,36 @@ def _namedtuple_class(module: str, name: str, fields: tuple[str, ...]) -> type:
 
 
 def receive_header(connection: socket.socket) -> Any:
-    """Return the next batch's `messages.BatchHeader`. Raises OSError if the connection ends."""
+    """Wait for the next batch, and return its `messages.BatchHeader`.
+
+    Raises OSError if the connection ends, or fails within the header, and ValueError or DecodeError
+    if something else than a header comes.
+    """
     length = bytearray(LENGTH.size)
-    _fill(length, connection)
-    described = bytearray(LENGTH.unpack(length)[0])
+    _fill(length, connection, may_wait=True)
+    [size] = LENGTH.unpack(length)
+    if size >= 2**31:  # protobuf has no larger messages
+        raise ValueError("it sent something else than batches")
+    described = bytearray(size)
     _fill(described, connection)
     return messages.BatchHeader.FromString(bytes(described))
 
 
 def receive(connection: socket.socket, header: Any, pin_memory: bool = False) -> Any:
-    """Return the batch after its header. Raises OSError if the connection ends."""
+    """Return the batch after its header. Raises OSError if the connection ends or fails."""
     batch, memory = decode(messages.Value.FromString(header.structure), pin_memory)
     for target in memory:
         _fill(target, connection)
     return batch
 
 
-def _fill(target: bytearray | np.ndarray, connection: socket.socket) -> None:
+def _fill(
+    target: bytearray | np.ndarray, connection: socket.socket, may_wait: bool = False
+) -> None:
     """Receive into `target`, woken by Linux for each piece of it and not for every packet."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    left = memoryview(target)
+    left, received_at = memoryview(target), time.monotonic()
     while left:
         piece = left[:PIECE_BYTES]
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(piece))
@@ -188,10 +200,13 @@ def _fill(target: bytearray | np.ndarray, connection: socket.socket) -> None:
         try:
             received = connection.recv_into(piece, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:  # nothing is
+            # The host may answer gRPC all the same: there are paths that lose large packets only.
+            if not may_wait and time.monotonic() > received_at + STALL_SECONDS:
+                raise ConnectionError(f"no more of a batch for {STALL_SECONDS} s") from None
             continue
         if not received:
             raise ConnectionError("its connection has ended")
-        left = left[received:]
+        left, received_at = left[received:], time.monotonic()
 
 
 def hang_up(connection: socket.socket) -> None:
