@@ -258,15 +258,17 @@ FOUR_BYTES = wire.messages.BatchHeader(
         tensor=wire.messages.Array(dtype="uint8", shape=[4])
     ).SerializeToString()
 ).SerializeToString()
-BROKEN = {  # what a data host sends, and what becomes of it
-    wire.messages.BatchHeader(number=99).SerializeToString(): "it sent batch 99, which it was not",
-    FOUR_BYTES: "no more of a batch for 1 s",
-    b"\xff" * 40: "Error parsing message",
+NUMBER_99 = wire.messages.BatchHeader(number=99).SerializeToString()
+BROKEN = {  # what becomes of what a data host sends
+    "it sent batch 99, which it was not": wire.LENGTH.pack(len(NUMBER_99)) + NUMBER_99,
+    "no more of a batch for 1 s": wire.LENGTH.pack(len(FOUR_BYTES)) + FOUR_BYTES + b"123",
+    "Error parsing message": wire.LENGTH.pack(40) + b"\xff" * 40,
+    "it sent something else than batches": b"SSH-2.0-OpenSSH_9.2",
 }
 
 
-@pytest.mark.parametrize("described", BROKEN)
-def test_a_data_host_that_sends_nonsense_is_named(described, monkeypatch):
+@pytest.mark.parametrize("sentence", BROKEN)
+def test_a_data_host_that_sends_nonsense_is_named(sentence, monkeypatch):
     monkeypatch.setattr(wire, "STALL_SECONDS", 1)
     over = threading.Event()
 
@@ -276,7 +278,7 @@ def test_a_data_host_that_sends_nonsense_is_named(described, monkeypatch):
             with listener.accept()[0] as connection:
                 assert connection.recv(100) == b"abc"
                 next(requests)
-                connection.sendall(wire.LENGTH.pack(len(described)) + described + b"123")
+                connection.sendall(BROKEN[sentence])
                 over.wait(30)
 
     describe = grpc.unary_unary_rpc_method_handler(
@@ -292,7 +294,7 @@ def test_a_data_host_that_sends_nonsense_is_named(described, monkeypatch):
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(wire.SERVICE, methods)])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    with pytest.raises(ConnectionError, match=f"data host {address} failed .{BROKEN[described]}"):
+    with pytest.raises(ConnectionError, match=rf"data host {address} failed \({sentence}"):
         list(FeedLoader([address], TOKEN, 1, retry_timeout=0.5))
     over.set()
     server.stop(None).wait()

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +244,7 @@ def test_samples_that_change_their_shape(start):
         next(batches)
 
 
-def call_for_batches(channel: grpc.Channel, requests: list) -> Any:
+def call_for_batches(channel: grpc.Channel, requests: Iterable) -> Any:
     method = channel.stream_stream(
         f"/{wire.SERVICE}/Batches",
         wire.messages.BatchRequest.SerializeToString,
@@ -512,7 +512,8 @@ def test_strangers_who_connect_for_a_call_s_batches_are_refused(address, capsys)
         welcome = next(call)
         assert len(welcome.secret) == 16
         with contextlib.ExitStack() as strangers:
-            for said in [b"", b"x", b"a guess" * 9, TOKEN.encode(), welcome.secret[:-1] + b"x"]:
+            almost = welcome.secret[:-1] + bytes([welcome.secret[-1] ^ 1])
+            for said in [b"", b"x", b"a guess" * 9, TOKEN.encode(), almost]:
                 stranger = socket.create_connection(("127.0.0.1", welcome.port))
                 strangers.enter_context(stranger).sendall(said)
             slow = strangers.enter_context(socket.create_connection(("127.0.0.1", welcome.port)))

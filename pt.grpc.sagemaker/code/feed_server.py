@@ -40,8 +40,8 @@ from batches import BatchKey, SeededBatches, end_with_parent
 from wire import SERVICE, encode, hang_up, messages, send
 
 MAX_STREAMS = 256  # at a time; one more is refused at once rather than left waiting
-CONNECT_SECONDS = 20  # that a client may take to connect for its batches
-REFUSAL_SECONDS = 10  # at most one line in so long about strangers
+CONNECT_SECONDS = 20  # that a client may take to connect; it gives up sooner, and says why
+REFUSAL_SECONDS = 10  # at most one line in so long for each reason
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # else a second server on this port would take some of the calls
     ("grpc.max_receive_message_length", 1 << 20),  # a request has the indices of a batch
@@ -177,7 +177,7 @@ class TokenCheck(grpc.ServerInterceptor):
 
     def __init__(self, token: str):
         self._expected = f"Bearer {token}".encode()
-        self._printed_at = -REFUSAL_SECONDS  # monotonic time of the last line about a refusal
+        self._printed_at: dict[str, float] = {}  # monotonic time of each reason's last line
         self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     def intercept_service(self, continuation: Callable, call: grpc.HandlerCallDetails) -> Any:
@@ -186,14 +186,15 @@ class TokenCheck(grpc.ServerInterceptor):
 
     def _refuse(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         reason = "wrong or missing token"
-        self.print_refusal(f"a call from {context.peer()}: {reason}")
+        self.print_refusal(f"a call from {context.peer()}", reason)
         context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
-    def print_refusal(self, what: str) -> None:
-        """Print a line, unless there has been one just now."""
-        if time.monotonic() > self._printed_at + REFUSAL_SECONDS:
-            self._printed_at = time.monotonic()
-            print(f"feed: refused {what}", flush=True)
+    def print_refusal(self, what: str, reason: str) -> None:
+        """Print a line, unless there has been one with this reason just now."""
+        now = time.monotonic()
+        if now > self._printed_at.get(reason, -REFUSAL_SECONDS) + REFUSAL_SECONDS:
+            self._printed_at[reason] = now
+            print(f"feed: refused {what}: {reason}", flush=True)
 
 
 class FeedServer:
@@ -341,8 +342,8 @@ class FeedServer:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     return connection
             connection.close()
-            whose = f"a connection from {peer[0]}:{peer[1]}"
-            self._check.print_refusal(f"{whose}: wrong or missing secret of a call")
+            what = f"a connection from {peer[0]}:{peer[1]}"
+            self._check.print_refusal(what, "wrong or missing secret of a call")
         raise TimeoutError("timed out")
 
     def _answer_all(

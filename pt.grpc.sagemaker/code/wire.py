@@ -95,7 +95,7 @@ def _encode_all(values: Iterable, paths: Iterable[str]) -> tuple[list, list[torc
 def send(connection: socket.socket, header: Any, buffers: Iterable[torch.Tensor] = ()) -> None:
     """Send a batch: its `messages.BatchHeader`, and then its bytes."""
     described = header.SerializeToString()
-    connection.sendall(LENGTH.pack(len(described)))
+    connection.sendall(LENGTH.pack(len(described)))  # by itself: only for this one may wait
     connection.sendall(described)
     for buffer in buffers:
         connection.sendall(buffer.numpy())
@@ -189,7 +189,10 @@ def receive(connection: socket.socket, header: Any, pin_memory: bool = False) ->
 def _fill(
     target: bytearray | np.ndarray, connection: socket.socket, may_wait: bool = False
 ) -> None:
-    """Receive into `target`, woken by Linux for each piece of it and not for every packet."""
+    """Receive into `target`, woken by Linux for each piece of it and not for every packet.
+
+    Raises ConnectionError if the connection ends, or, unless it `may_wait`, comes to a standstill.
+    """
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     left, received_at = memoryview(target), time.monotonic()
