@@ -8,8 +8,8 @@ Worker processes prepare them, as those of a `DataLoader` do, which all training
 much as it gets done.) The workers are started by a fork server, never forked from this process: a
 fork of a running gRPC server can deadlock, and would hold its port and connections open after its
 death. Hence, as with a DataLoader's start method "spawn", the Dataset and collate_fn must be
-picklable and the program's main code guarded as above. Tensors in the Dataset are shared with the
-workers; anything else is copied to each of them.
+picklable and the program's main code guarded as above. The Dataset is copied to each worker:
+tensors too, since what they would be shared through, /dev/shm, may be small in a container.
 """
 
 import contextlib
@@ -109,20 +109,21 @@ def answer_for(batches: SeededBatches, key: BatchKey) -> Answer:
         return Answer(error=text[:100_000].encode(errors="backslashreplace").decode())
 
 
-def work(batches: SeededBatches, connection: Connection) -> None:
+def work(pickled: bytes, connection: Connection) -> None:
     """Prepare batches in a worker process: the server's own only passes them on."""
     end_with_parent()
+    batches: SeededBatches = pickle.loads(pickled)
     while True:
         try:
             key = connection.recv()
         except EOFError:  # the server has ended
             return
         answer = answer_for(batches, key)
-        if answer.buffers:  # together: each piece of shared memory costs a file descriptor
-            size = sum(map(len, answer.buffers))
-            shared = torch.empty(size, dtype=torch.uint8).share_memory_()
-            answer = answer._replace(buffers=(torch.cat(answer.buffers, out=shared),))
-        connection.send(answer)
+        # As bytes, for tensors would go through /dev/shm.
+        connection.send((sum(map(len, answer.buffers)), answer._replace(buffers=())))
+        with socket.socket(fileno=os.dup(connection.fileno())) as pipe:
+            for buffer in answer.buffers:
+                pipe.sendall(buffer.numpy())
 
 
 class Worker:
@@ -133,18 +134,30 @@ class Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.utils.data", __name__])  # imported once for all
         self.connection, its = context.Pipe()
-        self.process = context.Process(target=work, args=(batches, its), daemon=True)
         try:
-            self.process.start()
+            pickled = pickle.dumps(batches)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise TypeError(f"cannot send the Dataset to worker processes: {error}") from error
+        self.process = context.Process(target=work, args=(pickled, its), daemon=True)
+        self.process.start()
         its.close()
 
     def answer(self, key: BatchKey) -> Answer:
         """Have it prepare a batch; raise ChildProcessError if it dies, or cannot hand it over."""
         try:
             self.connection.send(key)
-            return self.connection.recv()
+            size, answer = self.connection.recv()
+            if not size:
+                return answer
+            memory = torch.empty(size, dtype=torch.uint8)
+            left = memoryview(memory.numpy())
+            with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
+                while left:
+                    received = pipe.recv_into(left)
+                    if not received:
+                        raise EOFError("in the middle of a batch")
+                    left = left[received:]
+            return answer._replace(buffers=(memory,))
         except Exception as error:
             self.process.kill()
             self.process.join()
@@ -304,7 +317,7 @@ class FeedServer:
                 print(f"feed: a worker process has died ({error})", flush=True)
         return Answer(  # which is not sent when the batch is no longer wanted
             error=f"two worker processes have died over it, one after the other ({failures}); "
-            "does it take more memory, or shared memory (/dev/shm), than there is?"
+            "does it take more memory than there is?"
         )
 
     def _describe(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -378,7 +391,7 @@ class FeedServer:
                 send(connection, header, answer.buffers)
             except OSError:  # the client has gone
                 return
-            del item, answer  # they hold shared memory
+            del item, answer  # they hold the batch's memory
         if mismatch:
             reason = f"here are {length} samples, but a dataset of {mismatch[0]} was asked for"
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)

@@ -9,7 +9,9 @@ Run it as it is, or on several GPUs with `torchrun --nproc-per-node=N train_dnn.
 
 import argparse
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -91,6 +93,7 @@ def main() -> None:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cores = max(1, len(os.sched_getaffinity(0)) // local_world_size)
     torch.set_num_threads(cores)
+    check_gpus()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -166,6 +169,7 @@ def main() -> None:
             interval.add(len(labels), loss)
             if step == first_step + 1:
                 loss.item()  # waits until the GPU has done it
+                pulse.first_step_done()
                 if rank == 0 and world_size > 1:
                     print(parallel.describe(model, optimizer, args.parallelism))
                 interval = Interval()
@@ -202,6 +206,25 @@ def main() -> None:
             print(f"training finished after step {step}: loss {loss.item():.4f}")
 
 
+def check_gpus() -> None:
+    """End the program if torch misses GPUs of the host: a CPU would train at their price.
+
+    SageMaker counts the host's GPUs in SM_NUM_GPUS.
+    """
+    there = int(os.environ.get("SM_NUM_GPUS", "0"))
+    # Without is_available the count may be the driver's, of GPUs that CUDA cannot use.
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if seen < there:
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        found = shutil.which("nvidia-smi") and subprocess.run(ask, capture_output=True, text=True)
+        driver = found.stdout.strip() if found else "unknown (no nvidia-smi)"
+        sys.exit(
+            f"train_dnn.py: error: the host has {there} GPUs (SM_NUM_GPUS), but torch sees "
+            f"{seen}: driver {driver} does not fit the image's CUDA {torch.version.cuda}. Take an "
+            "image with an older CUDA."
+        )
+
+
 def build_loader(
     args: argparse.Namespace, rank: int, world_size: int, workers: int, device: torch.device
 ) -> LocalLoader | FeedLoader | SyntheticLoader:
@@ -220,9 +243,26 @@ def build_loader(
     if args.data_mode == "service":
         return FeedLoader(args.data_hosts, args.token, **share)
     dataset = MnistDataset(args.train_dir, augment=args.augment)
+    check_shared_memory(dataset[0][0].nbytes * args.batch_size, workers)
     if rank == 0:
         print(f"data_ms_per_sample={milliseconds_per_sample(dataset):.3f} workers={workers}")
     return LocalLoader(dataset, num_workers=workers, **share)
+
+
+def check_shared_memory(batch_bytes: int, workers: int) -> None:
+    """Raise OSError if /dev/shm cannot hold what a DataLoader's workers have ready in it.
+
+    That is `prefetch_factor`, 2, batches for each worker, and the one that is trained on. The ranks
+    of a host share it.
+    """
+    free = shutil.disk_usage("/dev/shm").free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    needed = batch_bytes * (2 * workers + 1)
+    if workers and needed > free:
+        raise OSError(
+            f"{workers} workers hold up to {needed / 2**20:.0f} MiB of batches in /dev/shm, where "
+            f"this rank has {free / 2**20:.0f} MiB: set the hyperparameter workers to "
+            f"{max(1, (free // batch_bytes - 1) // 2)}, or take smaller batches."
+        )
 
 
 @dataclass

@@ -17,6 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BEAT_SECONDS, HUNG_SECONDS = 2, 30
+START_SECONDS = 600  # instead, until the first step: CUDA, a large model and compilers take long
+_trains = threading.Event()
+
+
+def first_step_done() -> None:
+    """Say that this process trains: from now on it hangs when it does not run for HUNG_SECONDS."""
+    _trains.set()
 
 
 @contextlib.contextmanager
@@ -24,8 +31,9 @@ def watched(name: str) -> Iterator[None]:
     """Let the launcher, if there is one, watch this training process within the block.
 
     The job then fails at once when the process dies or an exception leaves the block, and
-    HUNG_SECONDS after Python has stopped running here: the process is frozen, or in a C call that
-    keeps the GIL. Deadlocks and endless loops are not noticed. name: for the FailureReason.
+    START_SECONDS after Python has stopped running here, or HUNG_SECONDS once `first_step_done` has
+    been called: the process is frozen, or in a C call that keeps the GIL. Deadlocks and endless
+    loops are not noticed. name: for the FailureReason.
     """
     folder, left = os.environ.get("HETERO_PULSES"), threading.Event()
     if not folder:
@@ -38,7 +46,8 @@ def watched(name: str) -> Iterator[None]:
             path.touch()
             while not left.is_set():
                 now = time.monotonic()  # the host's clock that nobody sets
-                os.utime(path, (now, now))
+                patience = HUNG_SECONDS if _trains.is_set() else START_SECONDS
+                os.utime(path, (now, now + patience))  # until when we are not missed
                 left.wait(BEAT_SECONDS)
 
     def end() -> None:
@@ -74,7 +83,7 @@ def failures(folder: Path) -> set[tuple[float, str]]:
     for path in folder.iterdir():
         pid, name = path.name.split(" ", 1)
         with contextlib.suppress(FileNotFoundError):  # it has left its block meanwhile
-            is_silent = time.monotonic() - path.stat().st_mtime > HUNG_SECONDS
+            is_silent = time.monotonic() > path.stat().st_mtime
             is_dead = True
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 is_dead = ") Z" in Path("/proc", pid, "stat").read_text()  # a zombie

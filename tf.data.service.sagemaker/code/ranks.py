@@ -8,6 +8,7 @@ on the first host, which this program runs there, and then talk over Gloo (NCCL 
 """
 
 import argparse
+import importlib.util
 import os
 import socket
 import subprocess
@@ -39,6 +40,7 @@ def main() -> None:
     plan = get_host_assignments(slots, len(hosts) * args.processes_per_host)
     if args.host_rank == 0:
         server = RendezvousHTTPServer((hosts[0], args.port), RendezvousHandler, verbose=0)
+        server.daemon_threads = True  # a stranger's open connection must not keep us here
         server.init(plan)
         threading.Thread(target=server.serve_forever, daemon=True).start()
     else:
@@ -54,6 +56,7 @@ def main() -> None:
         # For the others to come up. A rank that dies or hangs later, the launcher notices.
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(START_SECONDS),
     }
+    environment.update(own_hostname())
     ranks = [
         subprocess.Popen(
             [sys.executable, *args.command], env={**environment, **create_slot_env_vars(slot)}
@@ -67,6 +70,19 @@ def main() -> None:
                 rank.terminate()
         time.sleep(0.1)
     sys.exit(any(rank.returncode for rank in ranks))
+
+
+def own_hostname() -> dict[str, str]:
+    """Variables that let Gloo find this host's address, which it looks up by the host's name.
+
+    In AWS's training containers the name is "aws" and need not resolve. Their toolkit has a library
+    for its own MPI runs, which answers with the name that the other hosts know. It reads that in
+    the file below, and crashes where there is none.
+    """
+    library = importlib.util.find_spec("gethostname")
+    if not library or not os.path.exists("/opt/ml/input/config/resourceconfig.json"):
+        return {}
+    return {"LD_PRELOAD": library.origin}
 
 
 def wait_for(host: str, port: int) -> None:

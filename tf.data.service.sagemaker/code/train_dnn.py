@@ -10,7 +10,9 @@ Run it as it is, or on several GPUs with `horovodrun -np N python train_dnn.py .
 import argparse
 import math
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -74,6 +76,7 @@ def main() -> str:
     hvd.init()
     rank, ranks = hvd.rank(), hvd.size()
     gpus = tf.config.list_physical_devices("GPU")
+    check_gpus(len(gpus))
     cores = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
     if gpus:
         tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
@@ -115,7 +118,8 @@ def main() -> str:
             loss = tf.reduce_mean(losses)
         tape = hvd.DistributedGradientTape(tape)  # its gradients are the mean over the ranks
         gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        # AutoGraph of TensorFlow 2.12 knows no zip(strict=True).
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))  # noqa: B905
         # With them it is agreed whether to stop, so that all ranks do after the same step.
         with tf.device("CPU"):  # where reading it does not wait for the GPU
             return loss, hvd.allreduce(stop, op=hvd.Sum, name="stop")
@@ -148,6 +152,7 @@ def main() -> str:
         done += 1
         interval.add(len(labels), loss)
         if done == first_step + 1:
+            pulse.first_step_done()
             interval = Interval()
         elif done % args.log_every == 0 or done == args.max_steps or stopping:
             log()
@@ -168,6 +173,24 @@ def main() -> str:
         else:
             print(f"training finished after step {done}: loss {float(loss):.4f}")
     return ""
+
+
+def check_gpus(seen: int) -> None:
+    """End the program if TensorFlow misses GPUs of the host: a CPU would train at their price.
+
+    SageMaker counts the host's GPUs in SM_NUM_GPUS.
+    """
+    there = int(os.environ.get("SM_NUM_GPUS", "0"))
+    if seen < there:
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        found = shutil.which("nvidia-smi") and subprocess.run(ask, capture_output=True, text=True)
+        driver = found.stdout.strip() if found else "unknown (no nvidia-smi)"
+        cuda = tf.sysconfig.get_build_info().get("cuda_version")
+        sys.exit(
+            f"train_dnn.py: error: the host has {there} GPUs (SM_NUM_GPUS), but TensorFlow sees "
+            f"{seen}: driver {driver} does not fit the image's CUDA {cuda}. Take an image with an "
+            "older CUDA."
+        )
 
 
 def build_batches(args: argparse.Namespace, rank: int, ranks: int, cores: int) -> Iterable:
