@@ -89,10 +89,11 @@ class Running:
         return processes[0].environ()
 
     def host(self, group: str, number: int) -> str:
-        """The name of a group's host, by its number there."""
+        """The name of a group's host, by its rank there, in the order of the hosts' numbers."""
         folder = Path(self.environment()["SAGEMAKER_BASE_DIR"], "input", "config")
         groups = json.loads((folder / "resourceconfig.json").read_text())["instance_groups"]
-        return next(g["hosts"] for g in groups if g["instance_group_name"] == group)[number]
+        hosts = next(g["hosts"] for g in groups if g["instance_group_name"] == group)
+        return sorted(hosts)[number]  # fewer than ten
 
     def started_at(self) -> float:
         """When its hosts were started, in seconds since 1970."""

@@ -61,10 +61,11 @@ class Jobs:
                 ]
             )
         seconds = settings.pop("max_runtime_seconds", 120)
+        image = settings.pop("image", "123456789012.dkr.ecr.us-east-1.amazonaws.com/any:1")
         requirements = "requirements.txt" if "requirements.txt" in files else None
         trainer = ModelTrainer(
             role=self.role,
-            training_image="123456789012.dkr.ecr.us-east-1.amazonaws.com/any:1",
+            training_image=image,
             base_job_name=f"test-{next(_numbers)}",
             source_code=SourceCode(
                 source_dir=str(code), command=command, requirements=requirements

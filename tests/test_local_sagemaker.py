@@ -55,15 +55,17 @@ def test_each_host_sees_what_aws_would_show_it(jobs: Jobs):
     name = jobs.create(
         {"train.py": READ_CONFIG + "print('CONFIG', json.dumps(config))"},
         "exec python train.py",
-        {"a": ("ml.c5.xlarge", 2), "b": ("ml.m5.xlarge", 1)},
+        {"a": ("ml.c5.xlarge", 5), "b": ("ml.m5.xlarge", 1)},
     )
     jobs.wait(name)
     configs = [json.loads(x.split(" ", 1)[1]) for x in jobs.log(name) if x.startswith("CONFIG ")]
-    assert sorted(c["current_host"] for c in configs) == ["algo-1", "algo-2", "algo-3"]
+    names = [f"algo-{number}" for number in range(1, 7)]
+    assert sorted(c["current_host"] for c in configs) == names
+    assert any(config["hosts"] != names for config in configs)  # in no particular order
     for config in configs:
-        assert config["hosts"] == ["algo-1", "algo-2", "algo-3"]
+        assert sorted(config["hosts"]) == names
         groups = {g["instance_group_name"]: g for g in config["instance_groups"]}
-        assert [len(groups["a"]["hosts"]), len(groups["b"]["hosts"])] == [2, 1]
+        assert [len(groups["a"]["hosts"]), len(groups["b"]["hosts"])] == [5, 1]
         assert config["current_host"] in groups[config["current_group_name"]]["hosts"]
         kind = {"a": "ml.c5.xlarge", "b": "ml.m5.xlarge"}[config["current_group_name"]]
         assert config["current_instance_type"] == kind

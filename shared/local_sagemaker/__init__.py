@@ -17,9 +17,10 @@ with its own /opt/ml tree, loopback address and cores, and the job's own entry p
 folders as it should on AWS too, from the variables SM_MODEL_DIR, SM_CHANNEL_... or from
 SAGEMAKER_BASE_DIR (default /opt/ml).
 
-Not here: containers (your Python environment takes the image's place, and `pip install` in a job
-only verifies), channels other than S3 prefixes in File mode, warm pools, spot interruptions, GPUs,
-and AWS from inside a job: its code has neither credentials nor the mock. Linux only.
+Not here: container images (a Python environment takes an image's place, yours if `start` names no
+other, and `pip install` in a job only verifies), channels other than S3 prefixes in File mode, warm
+pools, spot interruptions, GPUs, and AWS from inside a job: its code has neither credentials nor the
+mock. Linux only.
 
 Nothing reaches AWS or costs money: credentials, profiles and endpoints of the environment are set
 aside, and a request that the mock does not answer is an error.

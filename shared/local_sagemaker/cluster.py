@@ -6,7 +6,6 @@ import json
 import os
 import random
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +107,11 @@ def share_of_cores(instance_type: str, scale_vcpus: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) * vcpus(instance_type) // scale_vcpus)
 
 
+def shuffled(things: list) -> list:
+    """The same in a random order, whatever seed a program has set."""
+    return random.SystemRandom().sample(things, len(things))
+
+
 def plan_hosts(groups: list[dict], scale_vcpus: int, number: int, folder: Path) -> list[Host]:
     """Name the hosts and share out this machine's cores by the instance types' vCPU ratio.
 
@@ -120,8 +124,7 @@ def plan_hosts(groups: list[dict], scale_vcpus: int, number: int, folder: Path) 
         for g in groups
         for _ in range(g["InstanceCount"])
     ]
-    names = [f"algo-{n + 1}" for n in range(len(types))]
-    random.SystemRandom().shuffle(names)
+    names = shuffled([f"algo-{n + 1}" for n in range(len(types))])
 
     load = dict.fromkeys(available, 0.0)
     hosts = []
@@ -153,6 +156,7 @@ def describe_plan(job_name: str, hosts: list[Host]) -> str:
 def write_configuration(host: Host, hosts: list[Host], request: dict) -> None:
     """Write the host's /opt/ml/input/config and folders exactly as SageMaker does.
 
+    AWS promises no order of hosts and groups, so here it is random, and another on each host.
     Source:
     docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
     """
@@ -163,14 +167,14 @@ def write_configuration(host: Host, hosts: list[Host], request: dict) -> None:
         "current_host": host.name,
         "current_instance_type": host.instance_type,
         "current_group_name": host.group,
-        "hosts": sorted(h.name for h in hosts),
+        "hosts": shuffled([h.name for h in hosts]),
         "instance_groups": [
             {
                 "instance_group_name": group["InstanceGroupName"],
                 "instance_type": group["InstanceType"],
-                "hosts": sorted(h.name for h in hosts if h.group == group["InstanceGroupName"]),
+                "hosts": shuffled([h.name for h in hosts if h.group == group["InstanceGroupName"]]),
             }
-            for group in instance_groups(request["ResourceConfig"])
+            for group in shuffled(instance_groups(request["ResourceConfig"]))
         ],
         "network_interface_name": "lo",  # eth0 on AWS; here the hosts are loopback addresses
     }
@@ -207,11 +211,14 @@ def rewrite(text: str, host: Host) -> str:
 
 
 def host_environment(
-    host: Host, hosts: list[Host], request: dict, number: int, arn: str, region: str
+    host: Host, hosts: list[Host], request: dict, number: int, arn: str, region: str, python: Path
 ) -> dict:
-    """The environment of the host's PID 1: the job's own variables, and never the user's."""
+    """The environment of the host's PID 1: the job's own variables, and never the user's.
+
+    python: the folder of the interpreter that the image has.
+    """
     return {
-        "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+        "PATH": f"{python}:/usr/local/bin:/usr/bin:/bin",
         "LANG": "C.UTF-8",
         "HOME": str(host.tree),
         "TMPDIR": str(host.tree / "tmp"),

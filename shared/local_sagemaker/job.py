@@ -47,13 +47,17 @@ class JobFailed(Exception):
 class Job(threading.Thread):
     """Runs one job in the background and keeps `record`, moto's training job, up to date.
 
-    `record` is what DescribeTrainingJob answers with; `request` is the CreateTrainingJob request.
+    `record` is what DescribeTrainingJob answers with; `request` is the CreateTrainingJob request;
+    `python` and `container` stand for the image, as `start` says.
     """
 
-    def __init__(self, record, request: dict, region: str, scale_vcpus: int):
+    def __init__(
+        self, record, request: dict, region: str, scale_vcpus: int, python: Path, container: list
+    ):
         self.job_name = request["TrainingJobName"]
         super().__init__(name=f"local-sagemaker-{self.job_name}", daemon=True)
         self.record, self.request, self.region = record, request, region
+        self.python, self.container = python, container
         definitions = request["AlgorithmSpecification"].get("MetricDefinitions") or []
         self.metrics = [(d["Name"], re.compile(d["Regex"])) for d in definitions]
         record.algorithm_specification["MetricDefinitions"] = definitions
@@ -207,14 +211,24 @@ class Job(threading.Thread):
                     "tree": str(host.tree),
                     "cores": host.cores,
                     "vcpus": cluster.vcpus(host.instance_type),
-                    "command": [cluster.rewrite(argument, host) for argument in command],
+                    "command": [*self.container, *(self._own(text, host) for text in command)],
                     "environment": cluster.host_environment(
-                        host, self.hosts, self.request, self.number, self.record.arn, self.region
+                        host,
+                        self.hosts,
+                        self.request,
+                        self.number,
+                        self.record.arn,
+                        self.region,
+                        self.python,
                     ),
                 }
                 for host in self.hosts
             ],
         }
+
+    def _own(self, text: str, host: cluster.Host) -> str:
+        """`text` for this host: without a container, its /opt/ml is elsewhere."""
+        return text if self.container else cluster.rewrite(text, host)
 
     def _download(self) -> None:
         for host in self.hosts:
@@ -224,7 +238,7 @@ class Job(threading.Thread):
                 if channel["ChannelName"] == "sm_drivers":
                     for path in filter(Path.is_file, target.rglob("*")):
                         if b"\0" not in path.read_bytes():  # not a compiled file
-                            path.write_text(cluster.rewrite(path.read_text(), host))
+                            path.write_text(self._own(path.read_text(), host))
             if checkpoints := self.request.get("CheckpointConfig"):
                 target = self._checkpoint_folder(host)
                 target.mkdir(parents=True, exist_ok=True)

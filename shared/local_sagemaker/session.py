@@ -5,7 +5,9 @@ import gc
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from unittest import mock
 
 import boto3
@@ -24,6 +26,7 @@ from .isolation import set_aside
 from .job import LOG_GROUP, Job
 
 ROLE_NAME = "LocalSageMakerRole"
+OWN_PYTHON = Path(sys.executable).parent
 # A socket's name may have 107 characters. Python's own, for worker processes and shared memory, are
 # in a host's temporary folder.
 SOCKET = "/local-sagemaker-12345678/algo-10/tmp/pymp-12345678/listener-12345678"
@@ -34,8 +37,14 @@ _active: "LocalSageMaker | None" = None
 class LocalSageMaker:
     """What `start()` gives: `role` is the ARN of an execution role; `stop()` ends all of it."""
 
-    def __init__(self, largest_cluster: dict[str, int] | None):
+    def __init__(
+        self,
+        largest_cluster: dict[str, int] | None,
+        images: Mapping[str, str | Path] = MappingProxyType({}),
+        container: Sequence[str] = (),
+    ):
         self.scale_vcpus = _vcpus_of(largest_cluster)
+        self.images, self.container = dict(images), list(container)
         self.jobs: dict[str, Job] = {}
         self.started_again = 0
         self.role = ""
@@ -101,7 +110,16 @@ class LocalSageMaker:
             self.scale_vcpus = vcpus
         result = create(response)
         try:
-            job = Job(backend.training_jobs[name], request, response.region, self.scale_vcpus)
+            image = request["AlgorithmSpecification"].get("TrainingImage")
+            python = Path(self.images[image], "bin") if image in self.images else OWN_PYTHON
+            job = Job(
+                backend.training_jobs[name],
+                request,
+                response.region,
+                self.scale_vcpus,
+                python,
+                self.container,
+            )
         except BaseException:
             del backend.training_jobs[name]  # which moto has as Completed
             raise
@@ -123,17 +141,26 @@ class LocalSageMaker:
         return ActionResult({})
 
 
-def start(largest_cluster: dict[str, int] | None = None) -> LocalSageMaker:
+def start(
+    largest_cluster: dict[str, int] | None = None,
+    images: Mapping[str, str | Path] = MappingProxyType({}),
+    container: Sequence[str] = (),
+) -> LocalSageMaker:
     """Make this process's AWS this machine, until `stop()` or the end of the process.
 
-    `largest_cluster`: instances by type of the largest cluster that will run, for example
+    largest_cluster: instances by type of the largest cluster that will run, for example
     {"ml.c5.9xlarge": 1, "ml.p3.2xlarge": 1}. It fixes how many cores an instance gets, so that
     jobs of different size can be compared; without it the first job stands for the whole machine.
+    images: the folder of the Python environment that stands for a training image, by the image's
+    URI; default: this process's own environment.
+    container: a program that runs the command after it as a container would, with /opt/ml in its
+    place; default: the hosts are processes like others. tests/containers/container.py is one.
 
-    Called again in the same process it returns the session that runs. Raises RuntimeError where AWS
-    clients exist already (they would still reach AWS), where another largest cluster is asked for
-    after jobs have run, where the name of the folder for temporary files is too long, and on
-    systems other than Linux; ValueError for an unknown instance type.
+    Called again in the same process it returns the session that runs, whose images and container
+    stay. Raises RuntimeError where AWS clients exist already (they would still reach AWS), where
+    another largest cluster is asked for after jobs have run, where the name of the folder for
+    temporary files is too long, and on systems other than Linux; ValueError for an unknown instance
+    type, and for an image whose environment has no Python.
     """
     global _active
     if _active is not None:
@@ -164,7 +191,10 @@ def start(largest_cluster: dict[str, int] | None = None) -> LocalSageMaker:
             "...), which would still reach AWS. Restart the kernel and start the local SageMaker "
             "first."
         )
-    session = LocalSageMaker(largest_cluster)
+    for image, environment in images.items():
+        if not Path(environment, "bin", "python").exists():
+            raise ValueError(f"The environment for {image}, {environment}, has no bin/python.")
+    session = LocalSageMaker(largest_cluster, images, container)
     try:
         session._start()
     except BaseException:

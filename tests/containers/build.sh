@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Build the Python environment of a container image, .containers/NAME, from NAME.txt.
+#
+#     tests/containers/build.sh pytorch-2.12-cu130
+#
+# Exits with 3, and says why in one line, where this machine lacks what it takes.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+name=$1
+file=tests/containers/$name.txt
+environment=.containers/$name
+log=build/container-$name.log
+version=$(sed -n 's/^# Python //p' "$file")
+
+missing() {
+    echo "container $name left out: $*" >&2
+    exit 3
+}
+
+[ "$(id -u)" = 0 ] || missing "its hosts need network namespaces, which need root."
+command -v ip unshare >/dev/null || missing "no ip and unshare (Debian: iproute2, util-linux)."
+# A command can exist and not run: pyenv's shims.
+for python in "python$version" "$HOME/.pyenv/versions/$version".*/bin/python; do
+    "$python" -c 'import ensurepip' 2>/dev/null && break
+    python=
+done
+[ -n "$python" ] || missing "no Python $version with its venv module."
+
+echo "Building $environment (Python $version), once; details in $log"
+mkdir -p build
+rm -rf "$environment"
+{
+    "$python" -m venv "$environment"
+    "$environment/bin/pip" install -r "$file"
+    if [ -e "tests/containers/$name.compiled.txt" ]; then
+        # Horovod 0.27's Gloo is of 2022: what today's Linux headers and compilers ask of it.
+        headers=$PWD/$environment/include-linux
+        mkdir -p "$headers/linux"
+        sed 's/link_mode_masks\[\]/link_mode_masks[0]/' /usr/include/linux/ethtool.h \
+            >"$headers/linux/ethtool.h"
+        PATH="$PWD/$environment/bin:$PATH" CPLUS_INCLUDE_PATH="$headers" CXXFLAGS="-include array" \
+            HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
+            HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 \
+            "$environment/bin/pip" install --no-cache-dir --no-build-isolation \
+            -r "tests/containers/$name.compiled.txt"
+    fi
+} >"$log" 2>&1 || {
+    tail -n 15 "$log" >&2
+    echo "$environment could not be built: see $log." >&2
+    exit 1
+}
+touch "$environment/.ready"

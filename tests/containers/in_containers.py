@@ -1,0 +1,304 @@
+"""The examples' jobs in environments like those of AWS's images, on hosts like AWS's.
+
+Run by `make containers`, which builds the environments and calls run.sh. What an image holds stands
+in its file here (pytorch-2.12-cu130.txt, ...); what a host is like, in container.py. The notebooks
+run from top to bottom, with all their jobs, in local sizes; the other jobs here show what those do
+not: two training hosts of two ranks each, names that resolve late, GPUs that the framework misses,
+and SDK v2, whose jobs AWS's toolkit starts.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import boto3
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from sagemaker.core.training.configs import InputData
+
+from endings import upload_images
+from images import write_records
+from jobs import TWO_GROUPS, Jobs
+from shared import local_sagemaker
+from test_readme import EXAMPLE, TENSORFLOW, TF_FILES, TF_TRAINING, TF_V2, V2, request_of_sdk_v2
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+HELLO = ROOT / "hello.world.sagemaker"
+CONTAINER = [sys.executable, str(HERE / "container.py")]
+BUILT = {name: ROOT / ".containers" / name for name in os.environ["CONTAINERS"].split()}
+URI = {name: (HERE / f"{name}.txt").read_text().split()[1] for name in BUILT}
+IMAGES = {URI[name]: str(environment) for name, environment in BUILT.items()}
+TWO_AND_TWO = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
+PYTORCH, TENSORFLOW_212 = "pytorch-2.12-cu130", "tensorflow-2.12"
+COMMAND = "exec python launcher.py"
+
+
+def needs(*names: str) -> pytest.MarkDecorator:
+    """Leave a test out where an image's environment could not be built."""
+    missing = [name for name in names if name not in BUILT]
+    return pytest.mark.skipif(bool(missing), reason=f"not built: {', '.join(missing)}")
+
+
+def describe(image: str) -> str:
+    """An image's URI, without the registry, and the versions in its environment."""
+    [packages] = Path(IMAGES[image]).glob("lib/python*/site-packages")
+    versions = {d.name.lower(): d.version for d in metadata.distributions(path=[str(packages)])}
+    python = subprocess.check_output([f"{IMAGES[image]}/bin/python", "-V"], text=True).strip()
+    names = ("torch", "tensorflow-cpu", "horovod", "sagemaker-training")
+    parts = [f"{name} {versions[name]}" for name in names if name in versions]
+    return f"{image.split('/', 1)[1]} ({', '.join([python, *parts])})"
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator:
+    """A local SageMaker whose images are the environments here, and whose hosts are containers."""
+    with local_sagemaker.start(images=IMAGES, container=CONTAINER) as session:
+        yield session
+
+
+@pytest.fixture
+def completed(jobs: Jobs, capsys: pytest.CaptureFixture):
+    """Run a job in an image's environment to its end, which must be Completed; return its log."""
+
+    def run(name: str, *args, **settings) -> str:
+        job = jobs.run(*args, image=URI[name], max_runtime_seconds=280, **settings)
+        return check(name, job)
+
+    def check(name: str, job: dict) -> str:
+        log = "\n".join(jobs.log(job["TrainingJobName"]))
+        with capsys.disabled():
+            print(f"\n{describe(URI[name])}: {job['TrainingJobName']} {job['TrainingJobStatus']}")
+        assert job["TrainingJobStatus"] == "Completed", f"{job['FailureReason']}\n{log[-8000:]}"
+        return log
+
+    run.check = check
+    return run
+
+
+# What a notebook's jobs ran in, printed by a cell of ours at its end.
+FIRST_CELL = """
+from shared import local_sagemaker
+containers = local_sagemaker.start({cluster}, images={images!r}, container={container!r})
+"""
+LAST_CELL = """
+for job in containers.jobs.values():
+    print(job.request["AlgorithmSpecification"]["TrainingImage"], job.job_name,
+          job.record.training_job_status)
+"""
+
+
+@pytest.mark.parametrize(
+    "notebook, largest_cluster",
+    [
+        pytest.param("hello.world.sagemaker/helloworld-example", None, marks=needs(PYTORCH)),
+        pytest.param(
+            "pt.grpc.sagemaker/hetero-pytorch-mnist",
+            {"ml.c5.9xlarge": 2, "ml.p3.2xlarge": 1},
+            marks=needs(PYTORCH),
+        ),
+        pytest.param(
+            "tf.data.service.sagemaker/hetero-tensorflow-restnet50",
+            {"ml.c5.18xlarge": 2, "ml.p4d.24xlarge": 1},
+            marks=needs(TENSORFLOW_212),
+        ),
+    ],
+)
+def test_notebook(
+    notebook: str,
+    largest_cluster: dict | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    content = nbformat.read(ROOT / f"{notebook}.ipynb", as_version=4)
+    first = FIRST_CELL.format(cluster=largest_cluster, images=IMAGES, container=CONTAINER)
+    content.cells.insert(0, nbformat.v4.new_code_cell(first))
+    content.cells.append(nbformat.v4.new_code_cell(LAST_CELL))
+    resources = {"metadata": {"path": str((ROOT / notebook).parent)}}
+    NotebookClient(content, timeout=280, resources=resources).execute()
+    ran = [line.split() for line in content.cells[-1].outputs[0].text.splitlines()]
+    assert ran
+    for image, job, status in ran:
+        assert image in IMAGES, f"{job} asked for {image}, which has no environment here"
+        assert status == "Completed"
+        with capsys.disabled():
+            print(f"\n{describe(image)}: {job} {status}")
+
+
+# ---- two training hosts of two ranks each, whose names resolve late
+
+
+@needs(PYTORCH)
+def test_pytorch_on_two_hosts_with_names_that_resolve_late(completed):
+    """With batches of the notebook's size for AWS: far more than 64 MiB of them are in work."""
+    files = {path.name: path.read_text() for path in (EXAMPLE / "code").iterdir()}
+    log = completed(
+        PYTORCH,
+        files,
+        COMMAND,
+        TWO_AND_TWO,
+        hyperparameters={"model": "small", "batch-size": 1024, "augment": 1, "workers": 12,
+                         "processes-per-host": 2, "max-steps": 12, "epochs": 100, "log-every": 4},
+        environment={"HETERO_TOKEN": "a secret", "CONTAINER_NAMES_AFTER": "30"},
+        input_data_config=[InputData(channel_name="training", data_source=upload_images("late"))],
+    )  # fmt: skip
+    assert "training finished after step 12" in log
+
+
+# A byte a second to the rendezvous of Horovod's ranks, from when it is there to the job's end.
+STRANGER = """
+import socket, threading, time
+import hetero
+
+def bother():
+    cluster = hetero.read_cluster()
+    leader = cluster.address(cluster.groups["dnn_group"][0]), cluster.base_port + 1
+    while True:
+        try:
+            with socket.create_connection(leader) as connection:
+                print("stranger connected", flush=True)
+                while True:
+                    connection.send(b"x")
+                    time.sleep(1)
+        except OSError:
+            time.sleep(0.2)
+
+threading.Thread(target=bother, daemon=True).start()
+"""
+
+
+@needs(TENSORFLOW_212)
+def test_tensorflow_on_two_hosts_with_a_stranger(completed, tmp_path: Path):
+    files = {path.name: path.read_text() for path in (TENSORFLOW / "code").glob("*.py")}
+    files["train_data.py"] += ""
+    title, rest = files["train_data.py"].split("import argparse", 1)
+    files["train_data.py"] = f"{title}{STRANGER}\nimport argparse{rest}"
+    log = completed(
+        TENSORFLOW_212,
+        files,
+        COMMAND,
+        TWO_AND_TWO,
+        hyperparameters={"model": "small", "batch-size": 8, "processes-per-host": 2,
+                         "max-steps": 40, "log-every": 10},
+        environment={"HETERO_TOKEN": "a secret", "CONTAINER_NAMES_AFTER": "30"},
+        input_data_config=[InputData(channel_name="training", data_source=upload(tmp_path))],
+    )  # fmt: skip
+    assert "training finished after step 40" in log and "stranger connected" in log
+
+
+def upload(folder: Path) -> str:
+    """Put TFRecord files on S3; return where."""
+    write_records(folder, files=48, records=10, classes=10)
+    s3 = boto3.client("s3")
+    s3.create_bucket(Bucket="records")
+    for path in folder.glob("*.tfrecord"):
+        s3.upload_file(str(path), "records", f"data/{path.name}")
+    return "s3://records/data"
+
+
+# ---- what must fail, and say why
+
+
+@pytest.mark.parametrize(
+    "name, example, words",
+    [
+        pytest.param(PYTORCH, EXAMPLE, "but torch sees 0: driver", marks=needs(PYTORCH)),
+        pytest.param(
+            TENSORFLOW_212, TENSORFLOW, "but TensorFlow sees 0: driver", marks=needs(TENSORFLOW_212)
+        ),
+    ],
+)
+def test_a_gpu_that_the_framework_misses_ends_the_job(
+    jobs: Jobs, name: str, example: Path, words: str
+):
+    """SageMaker's own count comes from nvidia-smi, which is not here."""
+    files = {path.name: path.read_text() for path in (example / "code").iterdir() if path.is_file()}
+    job = jobs.run(
+        files,
+        f"export SM_NUM_GPUS=1; {COMMAND}",
+        image=URI[name],
+        hyperparameters={"data-mode": "synthetic", "model": "small", "max-steps": 5},
+    )
+    assert job["TrainingJobStatus"] == "Failed"
+    assert words in job["FailureReason"] and "CUDA" in job["FailureReason"]
+    assert not any("step=" in line for line in jobs.log(job["TrainingJobName"]))
+
+
+# ---- SDK v2, and AWS's toolkit
+
+
+@needs(TENSORFLOW_212)
+def test_hello_world_with_an_old_toolkit(completed):
+    """TensorFlow's image has one; both ways to read the cluster must still agree."""
+    script = (HELLO / "code" / "train.py").read_text()
+    log = completed(TENSORFLOW_212, {"train.py": script}, "exec python train.py", TWO_GROUPS)
+    assert log.count("Read by the toolkit and by hand") == 2
+
+
+@pytest.mark.parametrize(
+    "name, lines, module",
+    [
+        pytest.param(PYTORCH, V2, "sagemaker_pytorch_container", marks=needs(PYTORCH)),
+        pytest.param(TENSORFLOW_212, TF_V2, "", marks=needs(TENSORFLOW_212)),
+    ],
+)
+def test_lines_for_sdk_v2(
+    completed,
+    jobs: Jobs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    lines: str,
+    module: str,
+):
+    """The request is SDK v2's own, and the image's toolkit starts the launcher."""
+    folder = tmp_path / "project"
+    (folder / "code").mkdir(parents=True)
+    for path, text in project(name).items():
+        (folder / "code" / path).write_text(text)
+    monkeypatch.chdir(folder)
+    request = request_of_sdk_v2(lines)
+    # The image would fetch the code from S3. Here a channel brings it.
+    s3 = boto3.client("s3")
+    s3.create_bucket(Bucket=f"sdk-v2-{name}")
+    s3.upload_file("sourcedir.tar.gz", f"sdk-v2-{name}", "source/sourcedir.tar.gz")
+    channels = {"source": f"s3://sdk-v2-{name}/source"}
+    if "InputDataConfig" in request:
+        channels["training"] = upload(tmp_path)
+    request["InputDataConfig"] = [
+        {
+            "ChannelName": channel,
+            "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": uri}},
+        }
+        for channel, uri in channels.items()
+    ]
+    request["OutputDataConfig"]["S3OutputPath"] = f"s3://sdk-v2-{name}/output"
+    request["HyperParameters"]["sagemaker_submit_directory"] = '"sourcedir.tar.gz"'
+    if module:
+        request["Environment"]["SAGEMAKER_TRAINING_MODULE"] = f"{module}.training:main"
+    request["AlgorithmSpecification"]["TrainingImage"] = URI[name]
+    command = "cd /opt/ml/input/data/source && exec train"
+    request["AlgorithmSpecification"]["ContainerEntrypoint"] = ["/bin/bash", "-c", command]
+    boto3.client("sagemaker").create_training_job(**request)
+    completed.check(name, jobs.wait(request["TrainingJobName"], seconds=200))
+
+
+def project(name: str) -> dict[str, str]:
+    """A reader's code/: what the example's README says, with two scripts of the reader's own."""
+    if name == PYTORCH:
+        from test_readme import LAUNCHER, TOY_SCRIPTS
+
+        files = {"launcher.py": LAUNCHER, **TOY_SCRIPTS}
+        runtime = EXAMPLE
+    else:
+        files = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
+        files["my_training.py"] = TF_TRAINING
+        runtime = TENSORFLOW
+    copied = {p: (runtime / "code" / p).read_text() for p in ("hetero.py", "pulse.py")}
+    return {**copied, **files}
