@@ -4,16 +4,19 @@
 python := .venv/bin/python
 environment := .venv/.ready
 
-.PHONY: help demo test bench soak lab lint clean
+.PHONY: help demo test containers bench soak lab lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(environment) ## run the notebooks on this machine, without an AWS account; results in build/
 	@$(python) scripts/demo.py
 
 test: $(environment) ## run the tests, two files at a time: in many of them processes wait
 	@$(python) -m pytest -n 2 --dist loadfile
+
+containers: $(environment) ## run the jobs in replicas of AWS's containers (needs root, Python 3.10, 3.12)
+	@tests/containers/run.sh
 
 bench: $(environment) build/bench/packages/.ready ## measure on this machine, beside others' ways
 	@missed=0; \
@@ -39,7 +42,7 @@ lint: $(environment) ## check format and style
 	@$(python) -m ruff check .
 
 clean: ## remove everything that make has made, the environment included
-	rm -rf .venv build .pytest_cache .ruff_cache
+	rm -rf .venv .containers build .pytest_cache .ruff_cache
 	find . \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
 # The stamp is written last, so a set-up that failed or was interrupted does not count as done.

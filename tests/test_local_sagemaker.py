@@ -5,7 +5,9 @@ import json
 import os
 import re
 import signal
+import sys
 import time
+import venv
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import boto3
 import pytest
 
 from jobs import READ_CONFIG, TWO_GROUPS, Jobs, archive, group, processes_naming, read_s3, request
+from shared import local_sagemaker
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -281,6 +284,17 @@ def test_requirements_are_verified_and_never_installed(jobs: Jobs):
     # "none": pip has not looked anywhere.
     assert any(f"six=={other} (from versions: none)" in line for line in jobs.log(name))
     assert importlib.metadata.version("six") == installed
+
+
+def test_an_image_is_the_environment_that_is_named_for_it(local, jobs: Jobs, tmp_path: Path):
+    venv.create(tmp_path / "image")
+    local.images["an-image"] = tmp_path / "image"
+    script = {"train.py": "import sys\nprint('prefix:', sys.prefix)"}
+    for image, prefix in (("an-image", tmp_path / "image"), ("another", Path(sys.prefix))):
+        job = jobs.run(script, "exec python train.py", image=image)
+        assert f"prefix: {prefix}" in jobs.log(job["TrainingJobName"])
+    with pytest.raises(ValueError, match=f"{tmp_path}, has no bin/python"):
+        local_sagemaker.start(images={"an-image": tmp_path})
 
 
 def test_cores_are_shared_by_vcpus_on_one_scale(monkeypatch: pytest.MonkeyPatch):

@@ -360,3 +360,23 @@ def test_a_watched_process_ends_as_it_would_unwatched(tmp_path: Path, end: str, 
         ends.append((done.returncode, done.stdout))
     assert ends[0] == ends[1]
     assert len(list(tmp_path.iterdir())) == files
+
+
+@pytest.mark.parametrize(("before", "status"), [("", "Completed"), ("first_step_done", "Failed")])
+def test_a_rank_may_be_silent_until_its_first_step(jobs: Jobs, before: str, status: str):
+    """CUDA, large models and compilers hold the interpreter for long, and are healthy."""
+    quick = RUNTIME["pulse.py"].replace("HUNG_SECONDS = 2, 30", "HUNG_SECONDS = 0.5, 3")
+    assert quick != RUNTIME["pulse.py"]
+    training = (
+        "import ctypes, time, pulse\n"
+        "with pulse.watched('rank 0'):\n"
+        f"    {before and 'pulse.first_step_done()'}\n"
+        "    time.sleep(1)\n"
+        "    ctypes.PyDLL(None).sleep(8)  # with the GIL\n"
+    )
+    files = {**RUNTIME, "pulse.py": quick, "launcher.py": LAUNCHER}
+    files |= {"data_group.py": SERVE, "dnn_group.py": training}
+    job = jobs.run(files, "exec python launcher.py", GROUPS, environment={"HETERO_TOKEN": "secret"})
+    assert job["TrainingJobStatus"] == status, job["FailureReason"]
+    if status == "Failed":
+        assert "rank 0 has not run for 3 s" in job["FailureReason"]

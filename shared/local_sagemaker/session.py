@@ -163,6 +163,9 @@ def start(
     type, and for an image whose environment has no Python.
     """
     global _active
+    for image, environment in images.items():
+        if not Path(environment, "bin", "python").exists():
+            raise ValueError(f"The environment for {image}, {environment}, has no bin/python.")
     if _active is not None:
         scale_vcpus = _vcpus_of(largest_cluster) or _active.scale_vcpus
         if _active.jobs and scale_vcpus != _active.scale_vcpus:
@@ -191,9 +194,6 @@ def start(
             "...), which would still reach AWS. Restart the kernel and start the local SageMaker "
             "first."
         )
-    for image, environment in images.items():
-        if not Path(environment, "bin", "python").exists():
-            raise ValueError(f"The environment for {image}, {environment}, has no bin/python.")
     session = LocalSageMaker(largest_cluster, images, container)
     try:
         session._start()
