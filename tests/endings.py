@@ -39,11 +39,11 @@ LEISURELY = (STEP, f"            time.sleep(0.3)\n{STEP}")
 DATA, DNN, ANY = HOST.format("data"), HOST.format("dnn"), HOST.format("(data|dnn)")
 
 
-def upload_images(bucket: str = BUCKET) -> str:
+def upload_images(bucket: str = BUCKET, count: int = IMAGES) -> str:
     """Put images of noise in MNIST's format into a bucket; return where."""
     s3, random = boto3.client("s3"), np.random.default_rng(0)
     s3.create_bucket(Bucket=bucket)
-    files = {"images-idx3": ((IMAGES, 28, 28), 256), "labels-idx1": ((IMAGES,), 10)}
+    files = {"images-idx3": ((count, 28, 28), 256), "labels-idx1": ((count,), 10)}
     for name, (shape, most) in files.items():
         header = struct.pack(f">I{len(shape)}I", 0x0800 + len(shape), *shape)
         body = header + random.integers(0, most, shape).astype(np.uint8).tobytes()
@@ -225,7 +225,7 @@ ENDINGS = {
         "Failed", rf"On {DNN}, in train_dnn.py, rank 3 died without an exception\.", 10,
         lambda job: job.rank(3).kill(),
     ),
-    "a rank hangs": Ending(
+    "a rank hangs, after its first step": Ending(
         "Failed", rf"On {DNN}, in train_dnn.py, rank 3 has not run for 30 s\.", 45,
         lambda job: job.rank(3).suspend(), slow=True,
     ),

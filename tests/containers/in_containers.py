@@ -67,8 +67,8 @@ def completed(jobs: Jobs, capsys: pytest.CaptureFixture):
     """Run a job in an image's environment to its end, which must be Completed; return its log."""
 
     def run(name: str, *args, **settings) -> str:
-        job = jobs.run(*args, image=URI[name], max_runtime_seconds=280, **settings)
-        return check(name, job)
+        job_name = jobs.create(*args, image=URI[name], max_runtime_seconds=200, **settings)
+        return check(name, jobs.wait(job_name, seconds=240))
 
     def check(name: str, job: dict) -> str:
         log = "\n".join(jobs.log(job["TrainingJobName"]))
@@ -136,17 +136,20 @@ def test_notebook(
 
 @needs(PYTORCH)
 def test_pytorch_on_two_hosts_with_names_that_resolve_late(completed):
-    """With batches of the notebook's size for AWS: far more than 64 MiB of them are in work."""
-    files = {path.name: path.read_text() for path in (EXAMPLE / "code").iterdir()}
+    """With far more than 64 MiB of batches in work on each data host: 12 of 6.4 MB, and as many
+    that wait to be sent.
+    """
+    files = {path.name: path.read_text() for path in (EXAMPLE / "code").iterdir() if path.is_file()}
+    data = upload_images("late", count=16_384)
     log = completed(
         PYTORCH,
         files,
         COMMAND,
         TWO_AND_TWO,
-        hyperparameters={"model": "small", "batch-size": 1024, "augment": 1, "workers": 12,
+        hyperparameters={"model": "small", "batch-size": 2048, "augment": 0, "workers": 12,
                          "processes-per-host": 2, "max-steps": 12, "epochs": 100, "log-every": 4},
         environment={"HETERO_TOKEN": "a secret", "CONTAINER_NAMES_AFTER": "30"},
-        input_data_config=[InputData(channel_name="training", data_source=upload_images("late"))],
+        input_data_config=[InputData(channel_name="training", data_source=data)],
     )  # fmt: skip
     assert "training finished after step 12" in log
 
