@@ -147,11 +147,11 @@ def test_pytorch_on_two_hosts_with_names_that_resolve_late(completed):
         COMMAND,
         TWO_AND_TWO,
         hyperparameters={"model": "small", "batch-size": 2048, "augment": 0, "workers": 12,
-                         "processes-per-host": 2, "max-steps": 12, "epochs": 100, "log-every": 4},
+                         "processes-per-host": 2, "max-steps": 6, "epochs": 100, "log-every": 3},
         environment={"HETERO_TOKEN": "a secret", "CONTAINER_NAMES_AFTER": "30"},
         input_data_config=[InputData(channel_name="training", data_source=data)],
     )  # fmt: skip
-    assert "training finished after step 12" in log
+    assert "training finished after step 6" in log
 
 
 # A byte a second to the rendezvous of Horovod's ranks, from when it is there to the job's end.
