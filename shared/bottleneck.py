@@ -25,6 +25,7 @@ UNITS = (("CPU", "vcpus", "busy vCPUs"), ("GPU", "gpus", "busy GPUs"))
 # SageMaker Debugger's rule CPUBottleneck has the same threshold ("cpu_threshold", default 90:
 # docs.aws.amazon.com/sagemaker/latest/dg/debugger-built-in-profiler-rules.html).
 LIMIT_PERCENT = 90
+LATE = "they come once a minute, some minutes late"
 LEAST_WAIT_PERCENT = 10  # our choice: whoever costs less of each step holds nobody up
 RULE = (
     f"Bottleneck: an instance group's CPUs or GPUs that are at least {LIMIT_PERCENT} % busy, on "
@@ -165,10 +166,15 @@ def _average(values: pd.Series, steps: pd.DataFrame) -> float:
         return values.mean()
     first, last = steps["time"].iloc[0], steps["time"].iloc[-1]
     times = values.index.to_series()
-    length = timedelta(minutes=1) if len(values) == 1 else times.diff().min()
+    length = _length(times)
     inside = values[(times >= first) & (times + length <= last)]
     partly = values[(times > first - length) & (times <= last)]
     return (partly if inside.empty else inside).mean()
+
+
+def _length(times: pd.Series) -> timedelta:
+    """How long the period is that a value stands for."""
+    return timedelta(minutes=1) if len(times) == 1 else times.diff().min()
 
 
 def wait_percent(steps: pd.DataFrame) -> float:
@@ -192,20 +198,38 @@ def find(seen: Observed) -> dict[tuple[str, str], float]:
     return found
 
 
+def missing(seen: Observed) -> str:
+    """Say which CPU values of the training CloudWatch does not have (yet); "" if it has all.
+
+    The value of the period in which a host ends may never come: two periods without one are none
+    too many.
+    """
+    end = seen.end if seen.steps.empty else seen.steps["time"].iloc[-1]
+    texts = []
+    for host in seen.hosts["host"]:
+        times = seen.busy[host, "CPU"].index.to_series()
+        if times.empty:
+            texts.append(f"none of {host}")
+        elif end - times.iloc[-1] > max(2 * _length(times), timedelta(seconds=10)):
+            texts.append(f"of {host} only those up to {times.iloc[-1]:%H:%M:%S}")
+    return f"Of CPU values CloudWatch has {', '.join(texts)} (on AWS {LATE})." if texts else ""
+
+
 def verdict(seen: Observed) -> str:
     """Say in one or two sentences what holds the training up."""
     wait, found = wait_percent(seen.steps), find(seen)
     waits = "" if isnan(wait) else f"; the training waits for data for {wait:.0f} % of a step"
     if averages(seen)[[name for *_, name in UNITS]].isna().all(axis=None):
         return (
-            "Bottleneck: not known, as CloudWatch has no values of these hosts (on AWS they come "
-            f"once a minute, some minutes late){waits}."
+            "Bottleneck: not known, as CloudWatch has no values of these hosts while they trained "
+            f"(on AWS {LATE}){waits}."
         )
+    absent = missing(seen)
     unknown = seen.hosts["instance type"][seen.hosts["vcpus"].isna()].unique()
     if found:
         what = [f"the {unit}s of {group} ({p:.0f} % busy)" for (group, unit), p in found.items()]
         text = f"Bottleneck: {' and '.join(what)}{waits}."
-    elif len(unknown):
+    elif len(unknown) or absent:
         text = f"Bottleneck: not known{waits}."
     elif wait >= LEAST_WAIT_PERCENT:
         text = (
@@ -216,4 +240,4 @@ def verdict(seen: Observed) -> str:
         text = f"Bottleneck: none{waits}."
     if len(unknown):
         text += f" Not judged: {', '.join(unknown)}, which is not in shared/prices.csv."
-    return text
+    return f"{text} {absent}" if absent else text

@@ -7,12 +7,24 @@ script prints every N steps,
 
     step=120 epoch=1 loss=0.1234 step_time_ms=12.34 data_wait_ms=4.56 samples_per_s=10372.1
 
-into a table. It uses nothing but boto3's `logs` client, so that it works alike on AWS and on the
-local SageMaker.
+into a table. It uses nothing but boto3's `logs` and `sagemaker` clients, so that it works alike on
+AWS and on the local SageMaker.
+
+CloudWatch is late: the last lines of a job come some seconds after its end. Whoever reads its log
+so soon waits until all is there, which is so when
+
+- the log of each host ends with a farewell: `host=algo-1 ends`, or what the SDK's start-up script
+  prints last;
+- or each host has lines, and since the job's end QUIET_SECONDS have passed, and twice the longest
+  delay of any line;
+- or LATEST_SECONDS have passed since the job's end.
+
+A job that runs, or that ended longer ago, is not waited for.
 """
 
 import re
 import textwrap
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -24,10 +36,23 @@ import boto3
 import pandas as pd
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+# What AWS's own SDK pauses after a job's end before it reads the log for the last time
+# (_logs_for_job in sagemaker/core/remote_function/job.py). A delay that shows in the log (ingestion
+# time - timestamp) is not all of it: lines get their timestamps up to 3 s after they were printed,
+# as published logs of jobs that print the time show.
+QUIET_SECONDS = 10
+LATEST_SECONDS = 60  # our choice: AWS does not say how late lines can be
+LOOK_EVERY_SECONDS = 2
 
 # Either of these in a host's log names its group: resourceconfig.json, which the SDK's start-up
 # script prints on every host, or the line with which our hetero.py introduces the host.
 _GROUP = re.compile(r'"current_group_name":\s*"([^"]+)"|\bhost=\S+ group=(\S+)')
+# What a host prints last: our code, and the SDK's start-up script (unless the command is an exec).
+_FAREWELL = re.compile(
+    r"\bhost=\S+ ends$"
+    r"|^Training Container Execution Completed$"
+    r"|^An error occurred with exit code \d+$"
+)
 _STEP = re.compile(r"\bstep=\d+ .*\bstep_time_ms=")
 # The SDK's start-up script ends with one of these lines; bash traces (`+ cd ...`) go on after it.
 _SETUP_END = re.compile(r"(Executing command:|Running .+ [Dd]river)")
@@ -47,33 +72,25 @@ class LogLine:
 def logs(job_name: str, session: boto3.Session | None = None) -> list[LogLine]:
     """Read the whole log of a training job, all hosts, in order of time.
 
-    A host whose log does not say which instance group it is in gets the group "unknown".
+    If the job has just ended, this waits for its last lines, until LATEST_SECONDS after the end at
+    most: see the module's docstring. A host whose log does not say which instance group it is in
+    gets the group "unknown".
 
     Raises:
         ValueError: the job has no log (yet).
     """
-    client = (session or boto3).client("logs")
-    try:
-        streams = list(
-            _pages(client, "describe_log_streams", "logStreams", logStreamNamePrefix=f"{job_name}/")
-        )
-    except client.exceptions.ResourceNotFoundException:
-        streams = []  # the log group appears with the account's first training job
-    lines = []
-    for name in (stream["logStreamName"] for stream in streams):  # <job>/algo-1-<epoch>
-        host = name.rsplit("/", 1)[1].rsplit("-", 1)[0]
-        events = list(_pages(client, "filter_log_events", "events", logStreamNames=[name]))
-        named = (_GROUP.search(event["message"]) for event in events)
-        group = next((match[1] or match[2] for match in named if match), "unknown")
-        for event in events:
-            when = datetime.fromtimestamp(event["timestamp"] / 1000, timezone.utc)
-            lines.append(LogLine(when, host, group, event["message"].rstrip()))
+    lines = _lines(_complete_streams(job_name, session or boto3))
     if not lines:
         raise ValueError(
             f"There is no log of training job {job_name!r}: check the name and the region, "
             "or wait until its hosts have started."
         )
-    return sorted(lines, key=lambda line: line.time)  # stable: a host's lines keep their order
+    return lines
+
+
+def logs_so_far(job_name: str, session: boto3.Session | None = None) -> list[LogLine]:
+    """Read what there is of a job's log, as `logs` does, but wait for nothing: it may be empty."""
+    return _lines(_streams((session or boto3).client("logs"), job_name))
 
 
 def hosts_of(lines: list[LogLine]) -> list[tuple[str, str]]:
@@ -82,10 +99,91 @@ def hosts_of(lines: list[LogLine]) -> list[tuple[str, str]]:
     return sorted(pairs, key=lambda pair: (pair[0], len(pair[1]), pair[1]))
 
 
-def _pages(client: Any, operation: str, key: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-    """Yield what is under `key` in every page of a CloudWatch Logs operation."""
-    for page in client.get_paginator(operation).paginate(logGroupName=LOG_GROUP, **arguments):
-        yield from page[key]
+def _lines(streams: dict[str, list[dict[str, Any]]]) -> list[LogLine]:
+    lines = []
+    for name, events in streams.items():
+        named = (_GROUP.search(event["message"]) for event in events)
+        group = next((match[1] or match[2] for match in named if match), "unknown")
+        for event in events:
+            when = datetime.fromtimestamp(event["timestamp"] / 1000, timezone.utc)
+            lines.append(LogLine(when, _host(name), group, event["message"].rstrip()))
+    return sorted(lines, key=lambda line: line.time)  # stable: a host's lines keep their order
+
+
+def _complete_streams(job_name: str, session: Any) -> dict[str, list[dict[str, Any]]]:
+    """Read a job's log events by stream, again while some are still on their way."""
+    client, sagemaker = session.client("logs"), session.client("sagemaker")
+    try:
+        job = sagemaker.describe_training_job(TrainingJobName=job_name)
+    except sagemaker.exceptions.ClientError:
+        return _streams(client, job_name)  # not known, or not to us: take what is there
+    hosts, asked = _hosts_to_wait_for(job), time.monotonic()
+    over = since_end = _seconds_since_end(job)
+    streams = _streams(client, job_name)
+    while hosts and (to_wait := _complete_after(streams, hosts) - over) > 0:
+        time.sleep(min(to_wait, LOOK_EVERY_SECONDS))
+        over = since_end + time.monotonic() - asked
+        streams = _streams(client, job_name)
+    return streams
+
+
+def _hosts_to_wait_for(job: dict[str, Any]) -> int:
+    """How many hosts' lines may still come; none before a job's end, or if no host has started."""
+    started = any(t["Status"] == "Training" for t in job.get("SecondaryStatusTransitions", []))
+    if not started or job["TrainingJobStatus"] in ("InProgress", "Stopping"):
+        return 0
+    config = job["ResourceConfig"]
+    return sum(group["InstanceCount"] for group in config.get("InstanceGroups") or [config])
+
+
+def _seconds_since_end(job: dict[str, Any]) -> float:
+    """How long ago a job ended; 0 where it has not, or our clock is behind AWS's."""
+    end = job.get("TrainingEndTime")
+    return max(0.0, (datetime.now(timezone.utc) - end).total_seconds()) if end else 0.0
+
+
+def _complete_after(streams: dict[str, list[dict[str, Any]]], hosts: int) -> float:
+    """By what there is of a job's log, so many seconds after the job's end all of it is there."""
+    # A host that managed spot training has started again has a stream for each start.
+    last = {_host(name): events for name, events in sorted(streams.items()) if events}
+    if len(last) < hosts:
+        return LATEST_SECONDS
+    if all(any(_FAREWELL.search(e["message"].rstrip()) for e in last[host]) for host in last):
+        return 0
+    longest = max(e["ingestionTime"] - e["timestamp"] for events in last.values() for e in events)
+    return min(max(QUIET_SECONDS, 2 * longest / 1000), LATEST_SECONDS)
+
+
+def _streams(client: Any, job_name: str) -> dict[str, list[dict[str, Any]]]:
+    """Read the events that CloudWatch has of a job, by log stream."""
+    pages = client.get_paginator("describe_log_streams").paginate(
+        logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_name}/"
+    )
+    try:
+        names = [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
+    except client.exceptions.ResourceNotFoundException:
+        return {}  # the log group appears with the account's first training job
+    return {name: list(_events(client, name)) for name in names}
+
+
+def _events(client: Any, stream: str) -> Iterator[dict[str, Any]]:
+    """Yield a stream's events, oldest first.
+
+    Not with FilterLogEvents, which AmazonSageMakerFullAccess does not allow. A page may be empty:
+    only a token that comes back says that there is no more (API reference of GetLogEvents).
+    """
+    arguments = {"logGroupName": LOG_GROUP, "logStreamName": stream, "startFromHead": True}
+    while True:
+        page = client.get_log_events(**arguments)
+        yield from page["events"]
+        if page["nextForwardToken"] == arguments.get("nextToken"):
+            return
+        arguments["nextToken"] = page["nextForwardToken"]
+
+
+def _host(stream: str) -> str:
+    """The host whose stream <job>/algo-1-<epoch> is."""
+    return stream.rsplit("/", 1)[1].rsplit("-", 1)[0]
 
 
 def show_logs(

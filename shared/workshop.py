@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from shared.bottleneck import LEAST_WAIT_PERCENT, describe, wait_percent
-from shared.logs import hosts_of, logged, logs, step_table, steps
+from shared.logs import hosts_of, logged, logs_so_far, step_table, steps
 
 POINTS = 10  # of lab 1: percent points that an answer may be off
 PERCENT = 10  # of lab 2: percent that a prediction may be off
@@ -146,7 +146,7 @@ def kill(job_name: str, script: str, group: str = "data_group", seconds: float =
     """
     deadline = time.monotonic() + seconds
     while (status := describe(job_name)["TrainingJobStatus"]) == "InProgress":
-        if not step_table(lines := _log(job_name)).empty:
+        if not step_table(lines := logs_so_far(job_name)).empty:
             break
         if time.monotonic() > deadline:
             raise ValueError(f"{job_name!r} has logged no step within {seconds:g} s.")
@@ -197,13 +197,6 @@ def is_number(value: Any) -> bool:
 
 def _not_yet(hint: str) -> Verdict:
     return Verdict(False, f"Not yet. {hint}")
-
-
-def _log(job_name: str) -> list:
-    try:
-        return logs(job_name)
-    except ValueError:  # no log yet
-        return []
 
 
 def _processes(job_name: str, host: str, script: str) -> list[psutil.Process]:

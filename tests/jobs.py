@@ -13,7 +13,7 @@ import boto3
 from sagemaker.core.training.configs import Compute, InstanceGroup, SourceCode, StoppingCondition
 from sagemaker.train import ModelTrainer
 
-from shared import monitoring
+from shared.logs import logs_so_far
 
 ROOT = Path(__file__).parent.parent
 TWO_GROUPS = {"data_group": ("ml.c5.9xlarge", 1), "dnn_group": ("ml.p3.2xlarge", 1)}
@@ -102,10 +102,7 @@ class Jobs:
 
     def log(self, name: str) -> list[str]:
         """All lines of all hosts so far."""
-        try:
-            return [line.text for line in monitoring.logs(name)]
-        except ValueError:  # no log yet
-            return []
+        return [line.text for line in logs_so_far(name)]
 
 
 def start_kernel(body: str, folder: Path, **environment: str) -> subprocess.Popen:

@@ -145,14 +145,17 @@ def test_asks_cloudwatch_for_what_it_still_has(age, length, periods):
         "StoppingCondition": {},
         "CreationTime": start,
     }
-    stubs["sagemaker"].add_response("describe_training_job", description)
+    for _ in range(2):  # for the log, and for the instance types
+        stubs["sagemaker"].add_response("describe_training_job", description)
     stream = {"logStreamName": "job/algo-1-1700000000"}
     stubs["logs"].add_response("describe_log_streams", {"logStreams": [stream]})
     lines = [
         {"timestamp": int(when.timestamp() * 1000), "message": "step=1 loss=1 step_time_ms=10"}
         for when in (start, end)
     ]
-    stubs["logs"].add_response("filter_log_events", {"events": lines})
+    for events in (lines, []):
+        page = {"events": events, "nextForwardToken": "f/1"}
+        stubs["logs"].add_response("get_log_events", page)
     points = [  # in no order, as AWS says
         {"Timestamp": end, "Average": 9600.0, "Unit": "Percent"},
         {"Timestamp": middle, "Average": 4800.0, "Unit": "Percent"},
@@ -281,6 +284,28 @@ def test_values_that_are_not_there_yet_are_not_taken_for_idle_hosts(aws, capsys)
     )
     monitoring.main(["job"])
     assert "Bottleneck: not known, as CloudWatch has no values" in capsys.readouterr().out
+
+
+def test_values_that_come_later_are_said_to_be_missing(aws, capsys):
+    """Step lines at 2:00 ... 9:00; of one host the values to 3:40 are there, of another none."""
+    hosts = {
+        "algo-1": ("data_group", [], []),
+        "algo-2": ("dnn_group", [4800] * 4, [400] * 4),
+        "algo-3": ("data_group", [3600] * 8, []),
+    }
+    put_job(PUBLISHED, hosts, [100] * 8)
+    until = START + timedelta(minutes=3, seconds=40)
+    sentence = (
+        "Bottleneck: not known; the training waits for data for 50 % of a step. Of CPU values "
+        f"CloudWatch has none of algo-1, of algo-2 only those up to {until:%H:%M:%S} (on AWS they "
+        "come once a minute, some minutes late)."
+    )
+    monitoring.main(["job"])
+    assert sentence in capsys.readouterr().out
+    figure = monitoring.plot_job("job")
+    assert sentence in " ".join(figure.get_suptitle().split())
+    values = {p.get_title("left").split()[2]: len(p.lines[0].get_ydata()) for p in figure.axes[:3]}
+    assert (values["algo-2"], values["algo-3"]) == (4, 8)  # what there is, is drawn
 
 
 def test_a_job_without_metrics_or_step_lines_says_so(aws, capsys):

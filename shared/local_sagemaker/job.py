@@ -22,6 +22,7 @@ import boto3
 from botocore.exceptions import ClientError
 
 from . import cluster, supervisor
+from .delivery import Delivery
 
 LOG_GROUP = METRIC_NAMESPACE = "/aws/sagemaker/TrainingJobs"  # AWS uses one name for both
 SYNC_CHECKPOINTS_SECONDS = 2.0
@@ -48,11 +49,20 @@ class Job(threading.Thread):
     """Runs one job in the background and keeps `record`, moto's training job, up to date.
 
     `record` is what DescribeTrainingJob answers with; `request` is the CreateTrainingJob request;
-    `python` and `container` stand for the image, as `start` says.
+    `python` and `container` stand for the image, as `start` says. Log and metrics get to CloudWatch
+    so many seconds late.
     """
 
     def __init__(
-        self, record, request: dict, region: str, scale_vcpus: int, python: Path, container: list
+        self,
+        record,
+        request: dict,
+        region: str,
+        scale_vcpus: int,
+        python: Path,
+        container: list,
+        log_delay_seconds: float,
+        metric_delay_seconds: float,
     ):
         self.job_name = request["TrainingJobName"]
         super().__init__(name=f"local-sagemaker-{self.job_name}", daemon=True)
@@ -76,6 +86,8 @@ class Job(threading.Thread):
         self.s3 = boto3.client("s3", region_name=region)
         self.logs = boto3.client("logs", region_name=region)
         self.cloudwatch = boto3.client("cloudwatch", region_name=region)
+        self.log_delivery = Delivery(log_delay_seconds)
+        self.metric_delivery = Delivery(metric_delay_seconds)
         self.synced: dict[tuple[str, str], tuple] = {}
 
         self.number, self.lock = cluster.lock_job_number()
@@ -109,6 +121,8 @@ class Job(threading.Thread):
             self.abandoned = True
             self.tell_supervisor("quit")
         self.join()
+        self.log_delivery.stop()
+        self.metric_delivery.stop()
 
     def tell_supervisor(self, line: str) -> None:
         """Send a line to the supervisor, unless it has ended: then this thread finds out."""
@@ -267,7 +281,11 @@ class Job(threading.Thread):
         started, streams = int(time.time()), {}
         for host in self.hosts:
             streams[host.name] = f"{self.job_name}/{host.name}-{started}"
-            self.logs.create_log_stream(logGroupName=LOG_GROUP, logStreamName=streams[host.name])
+            self.log_delivery.call(
+                self.logs.create_log_stream,
+                logGroupName=LOG_GROUP,
+                logStreamName=streams[host.name],
+            )
         next_sync = time.monotonic() + SYNC_CHECKPOINTS_SECONDS
         for batch in self._event_batches():
             for host in self.hosts:
@@ -302,8 +320,11 @@ class Job(threading.Thread):
                 {"timestamp": int(e["time"] * 1000), "message": e["log"] or " "}
                 for e in events[start : start + 1000]
             ]
-            self.logs.put_log_events(
-                logGroupName=LOG_GROUP, logStreamName=stream, logEvents=messages
+            self.log_delivery.call(
+                self.logs.put_log_events,
+                logGroupName=LOG_GROUP,
+                logStreamName=stream,
+                logEvents=messages,
             )
 
     def _put_metrics(self, events: list[dict]) -> None:
@@ -326,7 +347,9 @@ class Job(threading.Thread):
     def _put_metric(self, name: str, dimension: dict, seconds: float, value: float) -> None:
         when = datetime.fromtimestamp(seconds, timezone.utc)
         data = {"MetricName": name, "Dimensions": [dimension], "Timestamp": when, "Value": value}
-        self.cloudwatch.put_metric_data(Namespace=METRIC_NAMESPACE, MetricData=[data])
+        self.metric_delivery.call(
+            self.cloudwatch.put_metric_data, Namespace=METRIC_NAMESPACE, MetricData=[data]
+        )
 
     def _failure_reason(self, end: dict) -> str:
         # AWS doesn't document whose file counts: here it is the one of the host that failed first,

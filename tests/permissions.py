@@ -1,0 +1,215 @@
+"""What AWS would allow: IAM's rules for identity-based policies, as far as the examples' calls go.
+
+Source of the rules: IAM User Guide, "Policy evaluation logic" and "IAM JSON policy elements
+reference"; of what a call needs: Service Authorization Reference. What is not known here raises.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import boto3
+from botocore.awsrequest import AWSResponse
+from botocore.handlers import BUILTIN_HANDLERS
+from moto.iam.aws_managed_policies import aws_managed_policies_data
+
+ACCOUNT = "123456789012"  # moto's
+# IAM's names for the services whose calls are made, by botocore's names.
+PREFIXES = {
+    "cloudwatch": "cloudwatch",
+    "iam": "iam",
+    "logs": "logs",
+    "pricing": "pricing",
+    "s3": "s3",
+    "sagemaker": "sagemaker",
+    "service-quotas": "servicequotas",
+}
+# S3's permissions that are not named like the call.
+S3_ACTIONS = {
+    "AbortMultipartUpload": "AbortMultipartUpload",
+    "CompleteMultipartUpload": "PutObject",
+    "CreateBucket": "CreateBucket",
+    "CreateMultipartUpload": "PutObject",
+    "DeleteObject": "DeleteObject",
+    "GetObject": "GetObject",
+    "HeadBucket": "ListBucket",
+    "HeadObject": "GetObject",
+    "ListBuckets": "ListAllMyBuckets",
+    "ListObjects": "ListBucket",
+    "ListObjectsV2": "ListBucket",
+    "PutObject": "PutObject",
+    "UploadPart": "PutObject",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of AWS: botocore's names of service and operation, and its arguments."""
+
+    service: str
+    operation: str
+    arguments: Mapping = field(default_factory=dict)
+    region: str = "us-east-1"
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a call needs to be allowed: an action on a resource, in a context."""
+
+    action: str
+    resource: str
+    context: Mapping[str, str] = field(default_factory=dict)
+
+
+def needs(call: Call) -> list[Need]:
+    """List what a call needs; raises LookupError for a call of which that is not known here."""
+    arguments, name = call.arguments, call.operation
+    if (call.service, name) == ("sts", "GetCallerIdentity"):
+        return []  # "No permissions are required to perform this operation" (its API reference)
+    if call.service not in PREFIXES:
+        raise LookupError(f"{call.service}: what its calls need is not known here.")
+    if call.service == "s3":
+        return _s3_needs(name, arguments)
+    place = f"{call.service}:{call.region}:{ACCOUNT}"
+    resource = "*"
+    if call.service == "sagemaker" and "TrainingJobName" in arguments:
+        resource = f"arn:aws:{place}:training-job/{arguments['TrainingJobName']}"
+    elif call.service == "logs" and "logGroupName" in arguments:
+        resource = f"arn:aws:{place}:log-group:{arguments['logGroupName']}"
+        resource += f":log-stream:{arguments.get('logStreamName', '')}"
+    elif call.service == "iam":
+        role = arguments.get("PolicySourceArn") or arguments["RoleName"]
+        resource = role if role.startswith("arn:") else f"arn:aws:iam::{ACCOUNT}:role/{role}"
+    found = [Need(f"{PREFIXES[call.service]}:{name}", resource)]
+    if name == "CreateTrainingJob":
+        passed = {"iam:PassedToService": "sagemaker.amazonaws.com"}
+        found.append(Need("iam:PassRole", arguments["RoleArn"], passed))
+        if arguments.get("Tags"):
+            tagging = {"sagemaker:TaggingAction": "CreateTrainingJob"}
+            found.append(Need("sagemaker:AddTags", resource, tagging))
+    return found
+
+
+def _s3_needs(name: str, arguments: Mapping) -> list[Need]:
+    if name == "ListBuckets":
+        return [Need("s3:ListAllMyBuckets", "*")]
+    bucket = f"arn:aws:s3:::{arguments['Bucket']}"
+    if name == "DeleteObjects":
+        keys = [item["Key"] for item in arguments["Delete"]["Objects"]]
+        return [Need("s3:DeleteObject", f"{bucket}/{key}") for key in keys]
+    if name not in S3_ACTIONS:
+        raise LookupError(f"S3's {name}: what it needs is not known here.")
+    key = f"/{arguments['Key']}" if "Key" in arguments else ""
+    return [Need(f"s3:{S3_ACTIONS[name]}", bucket + key)]
+
+
+@functools.cache
+def managed_policy(name: str) -> dict:
+    """The document of one of AWS's managed policies, as moto has it."""
+    return json.loads(aws_managed_policies_data)[name]["Document"]
+
+
+def inline_policy(actions: list[str]) -> dict:
+    """A document that allows these actions on everything."""
+    return {"Statement": [{"Effect": "Allow", "Action": actions, "Resource": "*"}]}
+
+
+def missing(call: Call, *documents: dict) -> list[str]:
+    """List the actions that a call needs and the documents together do not allow."""
+    return [need.action for need in needs(call) if not allows(need, *documents)]
+
+
+def allows(need: Need, *documents: dict) -> bool:
+    """Whether some statement allows it and none denies it."""
+    statements = [s for document in documents for s in document["Statement"]]
+    effects = {s["Effect"] for s in statements if _applies(s, need)}
+    return effects == {"Allow"}
+
+
+def _applies(statement: dict, need: Need) -> bool:
+    """Whether a statement is about what is needed."""
+    if unknown := statement.keys() - {"Sid", "Effect", "Action", "Resource", "NotResource",
+                                      "Condition"}:  # fmt: skip
+        raise LookupError(f"A statement has {', '.join(unknown)}, which is not known here.")
+    # Unlike resources, actions are not case-sensitive.
+    if not any(_like(a.lower(), need.action.lower(), {}) for a in _listed(statement["Action"])):
+        return False
+    resources = statement.get("Resource") or statement["NotResource"]
+    matches = any(_like(text, need.resource, need.context) for text in _listed(resources))
+    if matches != ("Resource" in statement):
+        return False
+    return all(
+        _holds(operator, need.context.get(key), _listed(values), need.context)
+        for operator, pairs in statement.get("Condition", {}).items()
+        for key, values in pairs.items()
+    )
+
+
+def _holds(operator: str, value: str | None, wanted: list[str], context: Mapping) -> bool:
+    """Whether the context's value fulfils a condition; several wanted values are alternatives."""
+    if operator == "Null":
+        return (value is None) == (wanted == ["true"])
+    if value is None:
+        return operator.endswith("IfExists")
+    match operator.removesuffix("IfExists"):
+        case "StringEquals":
+            return value in wanted
+        case "StringEqualsIgnoreCase":
+            return value.lower() in [text.lower() for text in wanted]
+        case "StringLike" | "ArnLike":
+            return any(_like(text, value, context) for text in wanted)
+    raise LookupError(f"The condition {operator} is not known here.")
+
+
+def _like(pattern: str, text: str, context: Mapping[str, str]) -> bool:
+    """Whether a text matches: * is any text, ? any character, ${key} the context's value."""
+    parts = []
+    for part in re.split(r"(\*|\?|\$\{[^}]*\})", pattern):
+        if part.startswith("${"):
+            if part[2:-1] not in context:
+                return False
+            parts.append(re.escape(context[part[2:-1]]))
+        else:
+            parts.append({"*": ".*", "?": "."}.get(part) or re.escape(part))
+    return re.fullmatch("".join(parts), text, re.DOTALL) is not None
+
+
+def _listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def enforce(*documents: dict) -> tuple[set[str], set[str]]:
+    """Refuse, as AWS would, calls of this process that the documents do not allow.
+
+    The local SageMaker's own calls are AWS's, not the user's: they are left alone. Returns two sets
+    that grow with the calls: the operations that were allowed, and the actions that were missing.
+    """
+    allowed, absent = set(), set()
+    from shared.local_sagemaker import job, session
+
+    job.boto3 = session.boto3 = boto3.Session()  # which has none of the handlers below
+
+    def record(params: dict, model, context: dict, **_: object) -> None:
+        service = model.service_model.service_name
+        call = Call(service, model.name, dict(params), context["client_region"])
+        try:
+            context["missing"] = missing(call, *documents)
+        except LookupError as error:  # which the SDK might pass over
+            context["missing"] = [str(error)]
+
+    def refuse(model, params: dict, context: dict, **_: object) -> tuple | None:
+        if not context["missing"]:
+            allowed.add(model.name)
+            return None
+        absent.update(context["missing"])
+        error = {"Code": "AccessDenied", "Message": f"not allowed: {context['missing']}"}
+        metadata = {"HTTPStatusCode": 403, "HTTPHeaders": {}, "RetryAttempts": 0}
+        answer = {"Error": error, "ResponseMetadata": metadata}
+        return AWSResponse(params["url"], 403, {}, None), answer
+
+    BUILTIN_HANDLERS.append(("before-parameter-build", record))
+    BUILTIN_HANDLERS.append(("before-call", refuse))
+
+    return allowed, absent

@@ -1,0 +1,231 @@
+"""What the notebooks and `shared` ask of AWS is allowed by what README says the role needs."""
+
+import ast
+import json
+import re
+import textwrap
+from pathlib import Path
+
+import nbformat
+import pytest
+from botocore.exceptions import ClientError
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell
+
+from permissions import ACCOUNT, Call, Need, allows, inline_policy, managed_policy, missing
+from shared import costs
+from test_requests import MOTO, ROOT
+
+POLICY = managed_policy("AmazonSageMakerFullAccess")
+# What README says is needed beyond the policy, each with the command that needs it.
+BEYOND = re.findall(r"^\| `(\w+:\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+# The SDK asks whether it may, and goes on without.
+TOLERATED = {"iam:GetRole", "iam:SimulatePrincipalPolicy"}
+ENFORCE = """
+import permissions
+allowed, absent = permissions.enforce(permissions.managed_policy("AmazonSageMakerFullAccess"))
+"""
+HELLO = ROOT / "hello.world.sagemaker" / "helloworld-example.ipynb"
+COMMANDS = """
+costs.main([homogeneous_job, heterogeneous_job])
+monitoring.main([homogeneous_job])
+monitoring.main([heterogeneous_job, "--logs"])
+advisor.main(["--job", homogeneous_job, "--synthetic-job", synthetic_job])
+"""
+
+
+def run(notebook: Path, before: list[str], after: list[str], target: str, monkeypatch, skip=()):
+    """Run a notebook, with fewer training steps, and with other cells around its own.
+
+    Returns:
+        The operations that were allowed, and the actions that were missing.
+    """
+    monkeypatch.setenv("SAGEMAKER_TARGET", target)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+    content = nbformat.read(notebook, as_version=4)
+    own = [c for c in content.cells if not set(skip) & set(c.metadata.get("tags", []))]
+    for cell in own:
+        cell.source = re.sub(r'"max-steps": \d+', '"max-steps": 40', cell.source)
+    content.cells = [
+        *map(new_code_cell, before),
+        *[c for c in own if "torch.distributed" not in c.source],  # in processes without AWS
+        *map(new_code_cell, after),
+        new_code_cell("print([sorted(allowed), sorted(absent)])"),
+    ]
+    resources = {"metadata": {"path": str(notebook.parent)}}
+    NotebookClient(content, timeout=300, resources=resources).execute()
+    allowed, absent = ast.literal_eval(content.cells[-1].outputs[0].text)
+    return set(allowed), set(absent)
+
+
+def clean_up(notebook: Path) -> str:
+    """The lines that a notebook's text gives for deleting what it has left on AWS."""
+    text = "\n".join(c.source for c in nbformat.read(notebook, 4).cells if c.cell_type != "code")
+    blocks = re.findall(r"^ *```python\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+    [lines] = [textwrap.dedent(block) for block in blocks if "delete()" in block]
+    return lines
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("notebook", sorted(ROOT.glob("*.sagemaker/*.ipynb")), ids=lambda p: p.stem)
+def test_notebooks_run_to_their_end_with_the_policy_alone(notebook: Path, monkeypatch):
+    """On this machine; a call that the policy does not allow gets AccessDenied, as on AWS."""
+    if notebook.parent.name.startswith("tf."):
+        pytest.importorskip("tensorflow")  # not for Python 3.12
+    after = [clean_up(notebook)] + [COMMANDS] * (notebook != HELLO)
+    allowed, absent = run(notebook, [ENFORCE], after, "local", monkeypatch)
+    assert absent == TOLERATED
+    assert {"CreateTrainingJob", "GetLogEvents", "HeadBucket", "DeleteObjects"} <= allowed
+    assert notebook == HELLO or "GetMetricStatistics" in allowed
+
+
+def test_on_aws_the_first_cell_finds_the_role_with_the_policy_alone(monkeypatch):
+    """With a caller that has assumed a role, in moto's AWS, where there are no results."""
+    allowed, absent = run(HELLO, [MOTO, ENFORCE], [], "aws", monkeypatch, skip=["results"])
+    assert absent == TOLERATED and "CreateTrainingJob" in allowed
+
+
+def test_with_the_policy_the_sdk_finds_nothing_missing_in_the_role():
+    """It refuses roles that lack one of these, if the caller may ask IAM for that."""
+    from sagemaker.core.helper import iam_role_resolver
+
+    actions = iam_role_resolver._get_smoke_test_actions("training")
+    assert actions and all(allows(Need(action, "*"), POLICY) for action in actions)
+
+
+def test_readme_lists_what_is_needed_beyond_the_policy():
+    calls = [
+        Call("iam", "GetRole", {"RoleName": "role"}),
+        Call("iam", "SimulatePrincipalPolicy", {"PolicySourceArn": "arn:aws:iam::1:role/role"}),
+        Call("pricing", "GetProducts", {"ServiceCode": "AmazonSageMaker"}),
+        Call("service-quotas", "ListServiceQuotas", {"ServiceCode": "sagemaker"}),
+    ]
+    assert [action for call in calls for action in missing(call, POLICY)] == BEYOND
+    assert not any(missing(call, POLICY, inline_policy(BEYOND)) for call in calls)
+
+
+@pytest.mark.parametrize("may", [False, True])
+def test_prices_are_refreshed_with_what_readme_lists(may: bool, monkeypatch, capsys):
+    made = []
+
+    def judge(self, operation: str, arguments: dict) -> dict:
+        made.append(Call(self.meta.service_model.service_name, operation, arguments))
+        if missing(made[-1], POLICY, *[inline_policy(BEYOND)] * may):
+            raise ClientError({"Error": {"Code": "AccessDeniedException"}}, operation)
+        return {"PriceList": []}
+
+    monkeypatch.setattr("botocore.client.BaseClient._make_api_call", judge)
+    assert costs.main(["--refresh", "us-east-1"]) == 2
+    assert [call.operation for call in made] == ["GetProducts"]
+    said = capsys.readouterr().err
+    assert ("no training prices of region" in said) == may != ("AccessDenied" in said)
+
+
+FILES = (ROOT / "tests" / "requests").glob("*.json")
+REQUESTS = [request for file in FILES for request in json.loads(file.read_text())]
+
+
+@pytest.mark.parametrize("action", ["s3:ListBucket", "s3:GetObject", "s3:PutObject"])
+def test_the_role_of_a_job_may_read_its_data_and_write_its_results(action: str):
+    buckets = set()
+    for request in REQUESTS:
+        sources = [c["DataSource"]["S3DataSource"]["S3Uri"] for c in request["InputDataConfig"]]
+        targets = [request["OutputDataConfig"]["S3OutputPath"]]
+        for uri in targets if action == "s3:PutObject" else sources:
+            bucket, prefix = uri.removeprefix("s3://").split("/", 1)
+            buckets.add(bucket)
+            name = bucket if action == "s3:ListBucket" else f"{bucket}/{prefix}/any"
+            assert allows(Need(action, f"arn:aws:s3:::{name}"), POLICY), uri
+    own, mnist = f"sagemaker-us-east-1-{ACCOUNT}", "sagemaker-example-files-prod-us-east-1"
+    assert buckets == ({own} if action == "s3:PutObject" else {own, mnist})
+
+
+def test_the_role_of_a_job_may_get_its_image_and_write_log_and_metrics():
+    images = {request["AlgorithmSpecification"]["TrainingImage"] for request in REQUESTS}
+    for image in images:
+        registry, name = image.split(":")[0].split("/")
+        account, _, _, region, *_ = registry.split(".")
+        repository = f"arn:aws:ecr:{region}:{account}:repository/{name}"
+        for action in ("BatchCheckLayerAvailability", "BatchGetImage", "GetDownloadUrlForLayer"):
+            assert allows(Need(f"ecr:{action}", repository), POLICY)
+    log = f"arn:aws:logs:us-east-1:{ACCOUNT}:log-group:/aws/sagemaker/TrainingJobs"
+    for action in ("CreateLogGroup", "CreateLogStream", "DescribeLogStreams", "PutLogEvents"):
+        assert allows(Need(f"logs:{action}", f"{log}:log-stream:any"), POLICY)
+    for action in ("ecr:GetAuthorizationToken", "cloudwatch:PutMetricData"):
+        assert allows(Need(action, "*"), POLICY)
+
+
+PASSED, ROLE = "iam:PassedToService", f"arn:aws:iam::{ACCOUNT}:role/service-role/any"
+SAGEMAKER, S3 = f"arn:aws:sagemaker:us-east-1:{ACCOUNT}", "arn:aws:s3:::"
+TAG, CROWD = "s3:ExistingObjectTag/SageMaker", "sagemaker:WorkteamType"
+
+
+@pytest.mark.parametrize(
+    "allowed, refused",
+    [
+        # a bucket of another name
+        (Need("s3:GetObject", f"{S3}my-sagemaker/a"), Need("s3:GetObject", f"{S3}my-data/a")),
+        # an action that is not there: of the same resource, of the same service, of another
+        (Need("s3:ListBucket", f"{S3}my-data"), Need("s3:DeleteBucket", f"{S3}my-data")),
+        (Need("logs:GetLogEvents", "*"), Need("logs:FilterLogEvents", "*")),
+        (Need("logs:DescribeLogStreams", "*"), Need("ec2:RunInstances", "*")),
+        # the role passed to another service, or to nobody says whom
+        (
+            Need("iam:PassRole", ROLE, {PASSED: "sagemaker.amazonaws.com"}),
+            Need("iam:PassRole", ROLE, {PASSED: "ec2.amazonaws.com"}),
+        ),
+        (
+            Need("iam:PassRole", f"{ROLE}AmazonSageMaker", {PASSED: "glue.amazonaws.com"}),
+            Need("iam:PassRole", f"{ROLE}AmazonSageMaker"),
+        ),
+        # NotResource
+        (
+            Need("sagemaker:CreateTrainingJob", f"{SAGEMAKER}:training-job/any"),
+            Need("sagemaker:CreateDomain", f"{SAGEMAKER}:domain/any"),
+        ),
+        # a variable without a value
+        (
+            Need("sagemaker:CreateSpace", f"{SAGEMAKER}:space/d/any", {"sagemaker:DomainId": "d"}),
+            Need("sagemaker:CreateSpace", f"{SAGEMAKER}:space/d/any"),
+        ),
+        # conditions that ignore case, and that count only where there is a value
+        (
+            Need("s3:GetObject", f"{S3}my-data/a", {TAG: "True"}),
+            Need("s3:GetObject", f"{S3}my-data/a", {TAG: "no"}),
+        ),
+        (
+            Need("sagemaker:CreateFlowDefinition", f"{SAGEMAKER}:flow-definition/any"),
+            Need(
+                "sagemaker:CreateFlowDefinition",
+                f"{SAGEMAKER}:flow-definition/any",
+                {CROWD: "public-crowd"},
+            ),
+        ),
+    ],
+)
+def test_one_of_each_kind_is_refused(allowed: Need, refused: Need):
+    assert allows(allowed, POLICY)
+    assert not allows(refused, POLICY)
+
+
+def test_what_is_denied_is_not_allowed_by_another_statement():
+    need = Need("s3:GetObject", f"{S3}my-sagemaker/a")
+    deny = {"Statement": [{"Effect": "Deny", "Action": "s3:Get*", "Resource": f"{S3}*"}]}
+    assert allows(need, POLICY) and not allows(need, POLICY, deny)
+
+
+def test_calls_need_more_than_their_names_say():
+    without_passing = {"Statement": [s for s in POLICY["Statement"] if "Pass" not in s["Sid"]]}
+    create = Call("sagemaker", "CreateTrainingJob", {"TrainingJobName": "any", "RoleArn": ROLE})
+    assert missing(create, POLICY) == []
+    assert missing(create, without_passing) == ["iam:PassRole"]
+    foreign = {"Bucket": "my-data", "Key": "a"}
+    assert missing(Call("s3", "UploadPart", foreign), POLICY) == ["s3:PutObject"]
+    assert missing(Call("s3", "HeadObject", foreign), POLICY) == ["s3:GetObject"]
+    assert missing(Call("s3", "HeadBucket", foreign), POLICY) == []
+    keys = {"Bucket": "my-data", "Delete": {"Objects": [{"Key": "a"}, {"Key": "b"}]}}
+    assert missing(Call("s3", "DeleteObjects", keys), POLICY) == ["s3:DeleteObject"] * 2
+    with pytest.raises(LookupError, match="PutBucketPolicy: what it needs is not known"):
+        missing(Call("s3", "PutBucketPolicy", foreign), POLICY)
+    with pytest.raises(LookupError, match="ec2: what its calls need is not known"):
+        missing(Call("ec2", "RunInstances"), POLICY)
