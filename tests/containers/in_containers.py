@@ -136,11 +136,9 @@ def test_notebook(
 
 @needs(PYTORCH)
 def test_pytorch_on_two_hosts_with_names_that_resolve_late(completed):
-    """With far more than 64 MiB of batches in work on each data host: 12 of 6.4 MB, and as many
-    that wait to be sent.
-    """
+    """With more than fits into 64 MiB: a data set as large as MNIST, and batches of 6.4 MB."""
     files = {path.name: path.read_text() for path in (EXAMPLE / "code").iterdir() if path.is_file()}
-    data = upload_images("late", count=16_384)
+    data = upload_images("late", count=60_000)  # 47 MB, as MNIST
     log = completed(
         PYTORCH,
         files,
