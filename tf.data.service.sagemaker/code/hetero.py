@@ -17,6 +17,7 @@ The PyTorch example's README lists every way that a job can end.
 """
 
 import asyncio
+import atexit
 import contextlib
 import hashlib
 import hmac
@@ -557,6 +558,8 @@ def run(
     """
     who = f"host={cluster.host} group={cluster.group} instance_type={cluster.instance_type}"
     print(who, flush=True)
+    # The log's last line, after a failure's sentence: readers of the log see that it is complete.
+    atexit.register(print, f"host={cluster.host} ends", flush=True)
     groups = sorted(cluster.groups)
     if training_group not in groups:
         fail(
