@@ -4,7 +4,7 @@
 python := .venv/bin/python
 environment := .venv/.ready
 
-.PHONY: help demo test containers bench soak lab lint clean
+.PHONY: help demo test containers aws bench soak lab lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -17,6 +17,9 @@ test: $(environment) ## run the tests, two files at a time: in many of them proc
 
 containers: $(environment) ## run the jobs in replicas of AWS's containers (needs root, Python 3.10, 3.12)
 	@tests/containers/run.sh
+
+aws: $(environment) ## run the notebooks on AWS, which costs money: says what, and asks; results in results/
+	@$(python) -m scripts.aws
 
 bench: $(environment) build/bench/packages/.ready ## measure on this machine, beside others' ways
 	@missed=0; \

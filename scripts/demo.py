@@ -58,15 +58,25 @@ def save(notebook: nbformat.NotebookNode, path: Path) -> Path:
     return page
 
 
+def reason(error: BaseException) -> str:
+    """Say in a few lines why `execute` has raised this."""
+    if isinstance(error, DeadKernelError):
+        return f"its kernel died, see {KERNEL_LOG}"
+    if isinstance(error, CellExecutionError):
+        return f"{error.ename}: " + "\n".join(error.evalue.splitlines()[:5])
+    return f"{type(error).__name__}: {error}"
+
+
 def comparison(notebook: nbformat.NotebookNode) -> Iterator[str]:
     """The text that cells tagged `comparison` printed or displayed; figures are left out."""
     for cell in notebook.cells:
         if "comparison" in cell.metadata.get("tags", []):
             for output in cell.outputs:
+                data = output.get("data", {})  # an exception has none
                 if output.output_type == "stream":
                     yield output.text
-                elif "image/png" not in output.data:
-                    yield output.data["text/plain"]
+                elif data and "image/png" not in data:
+                    yield data["text/plain"]
 
 
 def main() -> int:
@@ -79,14 +89,9 @@ def main() -> int:
         notebook = nbformat.read(path, as_version=4)
         try:
             execute(notebook, path.parent)
-        except CellExecutionError as error:
-            page = save(notebook, path)
-            reason = "\n".join(error.evalue.splitlines()[:5])
-            print(f"\n{path.name} failed: {error.ename}: {reason}", file=sys.stderr)
-            print(f"The failing cell, with its traceback: {page}", file=sys.stderr)
-            return 1
-        except DeadKernelError:
-            print(f"\n{path.name} failed: its kernel died, see {KERNEL_LOG}", file=sys.stderr)
+        except (CellExecutionError, DeadKernelError) as error:
+            print(f"\n{path.name} failed: {reason(error)}", file=sys.stderr)
+            print(f"The notebook up to there: {save(notebook, path)}", file=sys.stderr)
             return 1
         executed[save(notebook, path)] = notebook
 

@@ -1,0 +1,247 @@
+"""Run the example notebooks on AWS, on their affordable instances, and write a page of results.
+
+    make aws                                  says what it starts and what that costs, then asks
+    .venv/bin/python -m scripts.aws --yes     does not ask
+    .venv/bin/python -m scripts.aws --stop    stops the jobs of a run that was killed (kill -9)
+
+A run that ends in any other way, early or not, stops those of its jobs that still run.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import boto3
+import nbformat
+from botocore.exceptions import BotoCoreError, ClientError
+
+from scripts import results, started_jobs
+from scripts.demo import BUILD, ROOT, comparison, execute, reason, save
+from shared import costs, prices
+
+NOTEBOOKS = [  # hello world first: its preflight checks what the others need
+    ROOT / "hello.world.sagemaker" / "helloworld-example.ipynb",
+    ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb",
+    ROOT / "tf.data.service.sagemaker" / "hetero-tensorflow-restnet50.ipynb",
+]
+TARGET = "aws-small"
+GRACE_SECONDS = 120  # for a job that has reached its limit, between SIGTERM and SIGKILL
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last: its terminal was closed
+STOP = ".venv/bin/python -m scripts.aws --stop"
+FIRST_CELL = """\
+# By `make aws`: limits each job, and writes its name down before it is asked for.
+import sys
+from pathlib import Path
+
+sys.path.insert(0, {root!r})
+from scripts import started_jobs
+
+started_jobs.watch(Path({file!r}))"""
+
+
+def main() -> int:
+    """Run the command that the module's docstring describes; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.aws", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument(
+        "--stop", action="store_true", help="stop the jobs of a run that was killed"
+    )
+    options = parser.parse_args()
+    BUILD.mkdir(exist_ok=True)
+    files = sorted(BUILD.glob("aws-jobs.*.txt"))
+    if options.stop:
+        return 0 if all([stop(file) for file in files]) else 1
+    if files:
+        sys.exit(f"A run was killed, or still goes on, and its jobs may run. To stop them: {STOP}")
+
+    region, account = whereabouts()
+    role = execution_role()
+    jobs = planned()
+    print(f"On AWS, in {region}, account ********{account[-4:]}, one job after the other:\n")
+    print_plan(jobs, region)
+    check_quotas(quotas_for(jobs), region)
+    if not options.yes:
+        ask()
+    os.environ |= {"SAGEMAKER_ROLE": role, "SAGEMAKER_TARGET": TARGET}
+    return run(BUILD / f"aws-jobs.{region}.txt", role)
+
+
+def whereabouts() -> tuple[str, str]:
+    """Return the region and the account number; exit if there is no region or no account."""
+    try:
+        session = boto3.Session()
+        if not session.region_name:
+            sys.exit("No region is set: choose one, such as AWS_DEFAULT_REGION=us-east-1.")
+        return session.region_name, session.client("sts").get_caller_identity()["Account"]
+    except (BotoCoreError, ClientError) as error:
+        sys.exit(f"AWS does not know you ({error}): set AWS_PROFILE, or log in with the AWS CLI.")
+
+
+def execution_role() -> str:
+    """Return the ARN of the role that the jobs get; exit if there is none."""
+    role = os.environ.get("SAGEMAKER_ROLE", "")
+    if not role:
+        from sagemaker.core.helper.session_helper import get_execution_role  # takes seconds
+
+        with contextlib.suppress(ValueError, BotoCoreError, ClientError):
+            role = get_execution_role()
+    if not re.match(r"arn:aws[\w-]*:iam::\d{12}:role/", role):
+        sys.exit(
+            "The jobs need a role, and your credentials are not those of one: set SAGEMAKER_ROLE "
+            "to the ARN of a SageMaker execution role."
+        )
+    return role
+
+
+def planned() -> list[tuple[str, dict[str, int]]]:
+    """List the jobs that the notebooks will start: name and instances by type.
+
+    tests/requests/ has what the notebooks ask of AWS, and tests/test_requests.py keeps it so.
+    """
+    jobs, folder = [], ROOT / "tests" / "requests"
+    for path in NOTEBOOKS:
+        file = folder / f"{path.stem}.{TARGET}.json"
+        if not file.exists():  # hello world asks for the same wherever it runs
+            file = folder / f"{path.stem}.aws.json"
+        for request in json.loads(file.read_text()):
+            name = request["TrainingJobName"].removesuffix("-<time>")
+            jobs.append((name, costs.instances_of(request["ResourceConfig"])))
+    return jobs
+
+
+def print_plan(jobs: list[tuple[str, dict[str, int]]], region: str) -> None:
+    """Print the jobs and what they cost at most."""
+    prices_of = results.price_region({kind for _, types in jobs for kind in types}, region)
+    seconds, total = started_jobs.LIMIT_SECONDS + GRACE_SECONDS, 0.0
+    for name, types in jobs:
+        usd = sum(n * prices.price_per_hour(kind, prices_of) for kind, n in types.items())
+        instances = " + ".join(f"{n} x {kind}" for kind, n in types.items())
+        print(f"  {name:24}{instances:40}USD {usd:6.2f} per hour")
+        total += usd * seconds / 3600
+    print(
+        f"\nEach job is stopped after {started_jobs.LIMIT_SECONDS // 60} minutes, and then has "
+        f"{GRACE_SECONDS // 60} more to end:\nat most USD {total:.2f}, at the prices of "
+        f"{prices_of} in shared/prices.csv, without storage and taxes.\n"
+    )
+
+
+def quotas_for(jobs: list[tuple[str, dict[str, int]]]) -> dict[str, int]:
+    """Return how many instances each quota must allow; the jobs run one after the other."""
+    needed: dict[str, int] = {}
+    for _, types in jobs:
+        for kind, n in types.items():
+            quota = f"{kind} for training job usage"
+            needed[quota] = max(n, needed.get(quota, 0))
+    return needed
+
+
+def check_quotas(needed: Mapping[str, int], region: str) -> None:
+    """Print the quotas that are needed, and yours; exit if one is too low."""
+    yours, unknown = {}, "not listed by Service Quotas"
+    try:
+        client = boto3.client("service-quotas", region_name=region)
+        pages = client.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")
+        yours = {quota["QuotaName"]: quota["Value"] for page in pages for quota in page["Quotas"]}
+    except (BotoCoreError, ClientError) as error:
+        denied = "AccessDenied" in str(error)
+        why = "needs servicequotas:ListServiceQuotas" if denied else type(error).__name__
+        unknown = f"not checked: {why}"
+    print("Quotas needed:")
+    for name, count in needed.items():
+        print(f"  {name}: {count} ({f'yours: {yours[name]:.0f}' if name in yours else unknown})")
+    low = [f"{name}: {n}" for name, n in needed.items() if yours.get(name, n) < n]
+    if low:
+        sys.exit(f"Ask for more in Service Quotas, Amazon SageMaker, {region}: {'; '.join(low)}.")
+
+
+def ask() -> None:
+    """Exit unless somebody says yes."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        sys.exit("Nothing was started, since there is nobody to ask: start it in a terminal.")
+    try:
+        answer = input("\nStart? [y/N] ")
+    except (EOFError, KeyboardInterrupt):
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
+        sys.exit("Nothing was started.")
+
+
+def run(file: Path, role: str) -> int:
+    """Run the notebooks up to the first that fails; return the exit status.
+
+    `file` gets the names of the jobs; it is there for as long as one of them may run.
+    """
+    executed, failure, path = {}, "", NOTEBOOKS[0]
+    file.touch()
+    say(f"Should this end without a word (kill -9, no power), stop its jobs yourself: {STOP}")
+    for number in SIGNALS:
+        signal.signal(number, interrupt)
+    try:
+        for path in NOTEBOOKS:
+            say(f"\n{path.relative_to(ROOT)}")
+            executed[path] = notebook = nbformat.read(path, as_version=4)
+            first = nbformat.v4.new_code_cell(FIRST_CELL.format(root=str(ROOT), file=str(file)))
+            notebook.cells.insert(0, first)
+            execute(notebook, path.parent)
+    except BaseException as error:  # whatever it is, the jobs have to be stopped
+        ignore_signals()
+        failure = f"{path.name} failed: {reason(error)}"
+        say(f"\n{failure}")
+    ignore_signals()
+    names, region = file.read_text().split(), region_of(file)
+    stopped_all = stop(file)
+    shown = {path.stem: "\n".join(comparison(notebook)) for path, notebook in executed.items()}
+    page = results.write(region, role.rpartition("/")[2], names, shown, failure)
+    for path, notebook in executed.items():
+        save(notebook, path)
+    say(f"\nThe executed notebooks: {BUILD}\nFor a pull request, once you have read it: {page}")
+    return 1 if failure or not stopped_all else 0
+
+
+def interrupt(number: int, _: object) -> None:
+    """Raise KeyboardInterrupt, once."""
+    ignore_signals()
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, b"\nInterrupted: the jobs are being stopped ...\n")
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def ignore_signals() -> None:
+    """From now on, nobody interrupts the stopping of the jobs."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def stop(file: Path) -> bool:
+    """Stop the jobs named in `file` that still run, and say which; False if one may run on."""
+    stopped, unsure = started_jobs.stop(file.read_text().split(), region_of(file))
+    for name in stopped:
+        say(f"Stopped {name}.")
+    for name in unsure:
+        say(f"AWS does not answer, so {name} may still run: {STOP}")
+    if not unsure:
+        file.unlink()
+    return not unsure
+
+
+def region_of(file: Path) -> str:
+    """The region is in the name of the file of jobs: aws-jobs.<region>.txt."""
+    return file.name.split(".")[1]
+
+
+def say(text: str) -> None:
+    """Print, if the terminal is still there."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

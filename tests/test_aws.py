@@ -1,0 +1,439 @@
+"""`make aws`, with the local SageMaker in AWS's place: jobs run, fail, are interrupted, stopped.
+
+The command and its notebooks' kernels are processes of their own, as they are for a user. What
+they ask of AWS goes to an HTTP server in this process, behind which the local SageMaker is.
+"""
+
+import io
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import boto3
+import nbformat
+import pytest
+from moto.core.exceptions import JsonRESTError
+from moto.core.responses import ActionResult
+from moto.server import ThreadedMotoServer
+from moto.servicequotas.responses import ServiceQuotasResponse
+
+from jobs import request
+from scripts import aws, results, started_jobs
+from shared import prices
+
+ROOT = Path(__file__).parent.parent
+ACCOUNT, BUCKET = "123456789012", "outputs-of-jobs"
+# Some of the SDK's clients name AWS's own addresses, whatever AWS_ENDPOINT_URL says.
+NOTHING_GOES_OUT = """
+import os, re
+import botocore.handlers
+
+def to_the_server(request, **_):
+    request.url = re.sub(r"https?://[^/]+", os.environ["AWS_ENDPOINT_URL"], request.url)
+
+botocore.handlers.BUILTIN_HANDLERS.append(("before-send", to_the_server))
+"""
+PRIVATE = f"arn:aws:iam::{ACCOUNT}:role/x s3://my-data/x https://my-data.s3.amazonaws.com/y"
+STEPS = (
+    "echo torch=2.12.0; echo 'sees   1 GPUs, CUDA 13.0'; "
+    "for step in 10 20 30; do echo step=$step step_time_ms=12.5 data_wait_ms=1.5; done"
+)
+
+
+@pytest.fixture(scope="module")
+def endpoint(local) -> Iterator[str]:
+    """The address of the local SageMaker for other processes."""
+    boto3.client("s3").create_bucket(Bucket=BUCKET)
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def quotas() -> Iterator[dict[str, float]]:
+    """What Service Quotas answers, which moto does not have; an empty one is a refusal."""
+    yours = {f"ml.{kind} for training job usage": 2.0 for kind in ("g5.xlarge", "c5.4xlarge")}
+
+    def answer(_: ServiceQuotasResponse) -> ActionResult:
+        if not yours:
+            raise JsonRESTError("AccessDeniedException", "User: arn:aws:iam::... is not authorized")
+        return ActionResult({"Quotas": [{"QuotaName": k, "Value": v} for k, v in yours.items()]})
+
+    with mock.patch.object(ServiceQuotasResponse, "list_service_quotas", answer, create=True):
+        yield yours
+
+
+class Repository:
+    """A copy of the repository with notebooks of a test's own, in which `make aws` is called."""
+
+    def __init__(self, folder: Path, endpoint: str, role: str):
+        self.folder = folder
+        (folder / "scripts").mkdir()
+        for script in (ROOT / "scripts").glob("*.py"):
+            shutil.copy(script, folder / "scripts")
+        (folder / "shared").symlink_to(ROOT / "shared")
+        (folder / "results").mkdir()
+        (folder / "tests" / "requests").mkdir(parents=True)
+        for path in aws.NOTEBOOKS:
+            stored = ROOT / "tests" / "requests" / "hetero-pytorch-mnist.aws-small.json"
+            shutil.copy(stored, folder / "tests" / "requests" / f"{path.stem}.aws-small.json")
+            self.notebook(path)
+        (folder / "sitecustomize.py").write_text(NOTHING_GOES_OUT)
+        aws_less = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
+        self.environment = aws_less | {
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_MAX_ATTEMPTS": "1",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": endpoint,
+            "SAGEMAKER_ROLE": role,
+            "PYTHONPATH": str(folder),
+            "XDG_CACHE_HOME": str(folder),  # no prices of the user's own
+        }
+
+    def notebook(self, path: Path, *cells: str, tag: str = "comparison") -> None:
+        """Make these cells the notebook that is called so in the repository."""
+        there = self.folder / path.relative_to(ROOT)
+        there.parent.mkdir(exist_ok=True)
+        code = [nbformat.v4.new_code_cell(c, metadata={"tags": [tag]}) for c in cells]
+        nbformat.write(nbformat.v4.new_notebook(cells=code), there)
+
+    def start(self, *options: str, before: Sequence[str] = (), **settings) -> subprocess.Popen:
+        """Start `make aws`."""
+        return subprocess.Popen(
+            [*before, sys.executable, "-m", "scripts.aws", *options],
+            **{"cwd": self.folder, "env": self.environment, "stdin": subprocess.DEVNULL}
+            | {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            | settings,
+        )
+
+    def run(self, *options: str) -> tuple[int, str]:
+        """Run `make aws` to its end; return its exit status and what it prints."""
+        process = self.start(*options)
+        output = process.communicate(timeout=200)[0]
+        return process.returncode, output
+
+    def page(self) -> str:
+        """The page of results."""
+        [page] = (self.folder / "results").iterdir()
+        return page.read_text()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, endpoint: str, local) -> Repository:
+    return Repository(tmp_path, endpoint, local.role)
+
+
+HELLO, PYTORCH, TENSORFLOW = aws.NOTEBOOKS
+
+
+SDK_JOB = """
+import os
+from sagemaker.core.training.configs import Compute, SourceCode
+from sagemaker.train import ModelTrainer
+
+ModelTrainer(
+    base_job_name="aws-sdk",
+    role=os.environ["SAGEMAKER_ROLE"],
+    training_image="any:1",
+    source_code=SourceCode(command="true"),
+    compute=Compute(instance_type="ml.m5.large", instance_count=1),
+).train(wait=True, logs=False)
+"""
+
+
+def job(name: str, script: str, **changes) -> str:
+    """Lines of a notebook that start a job which runs the shell script."""
+    asked = request(name, StoppingCondition={"MaxRuntimeInSeconds": 3600}, **changes)
+    asked["OutputDataConfig"] = {"S3OutputPath": f"s3://{BUCKET}/output"}
+    asked["AlgorithmSpecification"] |= {
+        "TrainingImage": f"{ACCOUNT}.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.12-test",
+        "ContainerEntrypoint": ["bash", "-c", script],
+    }
+    return f"import boto3\nboto3.client('sagemaker').create_training_job(**{asked!r});"
+
+
+def wait(name: str) -> str:
+    return f"from shared import monitoring\nmonitoring.wait({name!r});"
+
+
+def status_of(name: str) -> str:
+    """The job's status on the local SageMaker; empty if there is no such job."""
+    client = boto3.client("sagemaker")
+    jobs = client.list_training_jobs(NameContains=name)["TrainingJobSummaries"]
+    return next((j["TrainingJobStatus"] for j in jobs if j["TrainingJobName"] == name), "")
+
+
+def is_training(name: str) -> bool:
+    """Whether the job's hosts have started."""
+    if not status_of(name):
+        return False
+    job = boto3.client("sagemaker").describe_training_job(TrainingJobName=name)
+    return job["SecondaryStatus"] == "Training"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.1)
+
+
+def assert_private(page: str) -> None:
+    for text in (ACCOUNT, "arn:aws", BUCKET, "my-data", "LocalSageMakerRole"):
+        assert text not in page
+
+
+def test_a_run_leaves_a_page(repository: Repository):
+    group = {"VolumeSizeInGB": 1, "InstanceGroups": [
+        {"InstanceGroupName": "data_group", "InstanceType": "ml.c5.4xlarge", "InstanceCount": 1},
+        {"InstanceGroupName": "dnn_group", "InstanceType": "ml.g5.xlarge", "InstanceCount": 1},
+    ]}  # fmt: skip
+    repository.notebook(HELLO, SDK_JOB, tag="any")
+    repository.notebook(
+        PYTORCH,
+        job("aws-steps", STEPS, ResourceConfig=group),
+        wait("aws-steps"),
+        f"print('step time: predicted 12.0 ms, measured 12.5 ms'); print({PRIVATE!r})",
+    )
+    commit = "git init -q; git add scripts; git -c user.name=x -c user.email=x commit -qm x"
+    subprocess.run(commit, shell=True, check=True, cwd=repository.folder)
+    status, output = repository.run("--yes")
+    assert status == 0, output
+    assert "mnist-heterogeneous" in output
+    assert "ml.g5.xlarge for training job usage: 1 (yours: 2)" in output
+    # Three times the PyTorch notebook's jobs, each for 22 minutes.
+    assert f"at most USD {3 * (3 * 1.408 + 0.816) * 22 / 60:.2f}" in output
+    assert ACCOUNT not in output
+
+    client = boto3.client("sagemaker")
+    [sdk] = client.list_training_jobs(NameContains="aws-sdk")["TrainingJobSummaries"]
+    names = "aws-steps", sdk["TrainingJobName"]
+    jobs = [client.describe_training_job(TrainingJobName=name) for name in names]
+    assert [job["StoppingCondition"] for job in jobs] == [{"MaxRuntimeInSeconds": 20 * 60}] * 2
+    seconds, more = (job["BillableTimeInSeconds"] for job in jobs)
+    usd = seconds * (1.408 + 0.816) / 3600
+    together = usd + more * prices.price_per_hour("ml.m5.large") / 3600
+    instances = "1 x ml.g5.xlarge + 1 x ml.c5.4xlarge"
+    head = subprocess.check_output(["git", "describe", "--always"], cwd=repository.folder)
+    page = repository.page()
+    for text in (
+        f"| aws-steps | Completed | {instances} | {seconds} | {usd:.4f} | 12.5 | 1.5 |",
+        f"| {names[1]} | Completed | 1 x ml.m5.large |",
+        f"Together USD {together:.4f}, at prices of us-east-1",
+        "| aws-steps | pytorch:2.12-test | CUDA 13.0, torch 2.12.0 |",
+        "step time: predicted 12.0 ms, measured 12.5 ms",
+        f"Commit {head.decode().strip()}, SageMaker SDK 3.",
+        "All notebooks ran to their end.",
+    ):
+        assert text in page
+    assert_private(page)
+    assert not list(repository.folder.glob("build/aws-jobs.*"))
+
+
+def test_a_job_that_fails_ends_the_run(repository: Repository):
+    """The others are stopped, no notebook follows, and the page says why without telling who."""
+    repository.notebook(
+        PYTORCH,
+        job("aws-other", "sleep 100"),
+        job("aws-bad", f"echo 'no {PRIVATE}' > /opt/ml/output/failure; exit 3"),
+        wait("aws-bad"),
+    )
+    repository.notebook(TENSORFLOW, "open('was-here', 'w');")
+    status, output = repository.run("--yes")
+    assert status == 1 and "Stopped aws-other." in output, output
+    assert status_of("aws-other") in ("Stopping", "Stopped")
+    assert not list(repository.folder.rglob("was-here"))
+    page = repository.page()
+    assert "Ended early" in page and "| aws-bad | Failed |" in page and "| aws-other | Stop" in page
+    assert "no <ARN> s3://<bucket>/x <URL>" in page
+    assert_private(page)
+
+
+def test_ctrl_c_stops_also_what_is_started_meanwhile(repository: Repository):
+    """By an impatient person, and while the notebook goes on starting jobs."""
+    names = [f"aws-one-of-many-{n}" for n in range(6)]
+    stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    starts = [job(name, "sleep 100") + "\ntime.sleep(0.4)\n" for name in names]
+    repository.notebook(HELLO, stubborn + "".join(starts))
+    process = repository.start("--yes")
+    wait_until(lambda: is_training(names[0]))
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    output = process.communicate(timeout=60)[0]
+    started = [name for name in names if status_of(name)]
+    page = repository.page()
+    assert process.returncode == 1 and len(started) > 1, output
+    for name in started:
+        assert f"Stopped {name}." in output and f"| {name} | Stop" in page
+        assert status_of(name) in ("Stopping", "Stopped")
+    assert "KeyboardInterrupt: SIGINT" in page
+
+
+def test_closing_the_terminal_stops_the_jobs(repository: Repository):
+    """A real one, in which somebody has said yes."""
+    repository.notebook(HELLO, job("aws-closed", "sleep 100"), wait("aws-closed"))
+    ours, theirs = pty.openpty()
+    files = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = repository.start(before=["setsid", "--ctty"], **files)
+    os.close(theirs)
+    text = b""
+    while b"Start? [y/N]" not in text:
+        text += os.read(ours, 1000)
+    os.write(ours, b"y\n")
+    wait_until(lambda: is_training("aws-closed"))
+    os.close(ours)
+    assert process.wait(timeout=60) == 1
+    assert status_of("aws-closed") in ("Stopping", "Stopped")
+    assert "KeyboardInterrupt: SIGHUP" in repository.page()
+
+
+def test_a_dead_kernels_jobs_are_stopped(repository: Repository):
+    death = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    repository.notebook(HELLO, job("aws-orphan", "sleep 100"), death)
+    status, output = repository.run("--yes")
+    assert status == 1 and "its kernel died" in output, output
+    assert status_of("aws-orphan") in ("Stopping", "Stopped")
+
+
+def test_what_a_killed_run_leaves_can_be_stopped(repository: Repository):
+    repository.notebook(HELLO, job("aws-left", "sleep 100"), wait("aws-left"))
+    process = repository.start("--yes")
+    wait_until(lambda: is_training("aws-left"))
+    process.kill()
+    output = process.communicate(timeout=60)[0]
+    assert f"stop its jobs yourself: {aws.STOP}" in output
+    assert status_of("aws-left") == "InProgress"
+    assert repository.run("--stop") == (0, "Stopped aws-left.\n")
+    assert status_of("aws-left") in ("Stopping", "Stopped")
+
+
+def test_a_job_whose_request_is_on_its_way_is_stopped_too(endpoint: str):
+    asked = request("aws-late", OutputDataConfig={"S3OutputPath": f"s3://{BUCKET}/output"})
+    asked["AlgorithmSpecification"]["ContainerEntrypoint"] = ["sleep", "100"]
+    client = boto3.client("sagemaker")
+    timer = threading.Timer(1.5, lambda: client.create_training_job(**asked))
+    timer.start()
+    stopped, unsure = started_jobs.stop(["aws-late", "aws-never"], "us-east-1", patience_s=4)
+    timer.join()
+    assert (stopped, unsure) == (["aws-late"], [])
+    assert status_of("aws-late") in ("Stopping", "Stopped")
+
+
+def test_a_job_is_not_forgotten_while_aws_does_not_answer(repository: Repository):
+    repository.environment["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"
+    code = "from scripts import started_jobs; print(started_jobs.stop(['a'], 'us-east-1', 1))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=repository.environment,
+        cwd=repository.folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "([], ['a'])\n", done.stderr
+
+
+@pytest.fixture
+def refusal(
+    local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> Callable[[], str]:
+    """`make aws` in this process, up to its refusal, which is one line."""
+    monkeypatch.setattr(sys, "argv", ["aws"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # no terminal
+    monkeypatch.setattr(aws, "BUILD", tmp_path)
+    monkeypatch.setattr(aws, "run", lambda *_: pytest.fail("it has started"))
+    monkeypatch.setattr(aws, "planned", lambda: [("hello", {"ml.g5.xlarge": 2})])
+    monkeypatch.setenv("SAGEMAKER_ROLE", local.role)
+
+    def refuse() -> str:
+        with pytest.raises(SystemExit) as exit_:
+            aws.main()
+        assert str(exit_.value).count("\n") == 0
+        return f"{capsys.readouterr().out}{exit_.value}"
+
+    return refuse
+
+
+def test_jobs_that_may_still_run_are_not_forgotten(refusal):
+    (aws.BUILD / "aws-jobs.us-east-1.txt").write_text("a-job\n")
+    assert aws.STOP in refusal()
+
+
+def test_it_needs_a_region(refusal, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    assert "AWS_DEFAULT_REGION=us-east-1" in refusal()
+
+
+def test_it_needs_credentials(refusal, monkeypatch: pytest.MonkeyPatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    assert "AWS does not know you (Unable to locate credentials)" in refusal()
+
+
+@pytest.mark.parametrize("role", ["", "MyRole"])
+def test_it_needs_a_role(role: str, refusal, monkeypatch: pytest.MonkeyPatch):
+    """Which an IAM user, as moto's caller is, has to name."""
+    monkeypatch.setenv("SAGEMAKER_ROLE", role)
+    assert "set SAGEMAKER_ROLE to the ARN" in refusal()
+
+
+def test_it_needs_quotas(refusal, quotas: dict[str, float]):
+    quotas["ml.g5.xlarge for training job usage"] = 1.0
+    assert "us-east-1: ml.g5.xlarge for training job usage: 2." in refusal()
+
+
+@pytest.mark.parametrize("why", ["needs servicequotas:ListServiceQuotas", "not listed"])
+def test_quotas_that_cannot_be_checked_are_named(why: str, refusal, quotas: dict[str, float]):
+    quotas.clear()
+    if why == "not listed":
+        quotas["Another"] = 1.0
+    assert re.search(rf"ml.g5.xlarge for training job usage: 2 \(.*{why}", refusal())
+
+
+def test_it_starts_only_for_somebody_who_says_yes(refusal, monkeypatch: pytest.MonkeyPatch):
+    assert "nobody to ask" in refusal()
+    terminal = io.StringIO("no\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert refusal().endswith("Nothing was started.")
+
+
+def test_the_plan_is_what_the_notebooks_ask_for():
+    """As far as tests/requests/ is, which test_requests.py compares with them."""
+    assert sorted(aws.NOTEBOOKS) == sorted(ROOT.glob("*.sagemaker/*.ipynb"))
+    names = [name for name, _ in aws.planned()]
+    assert len(names) == len(set(names)) >= 8
+    hello = nbformat.read(HELLO, as_version=4)
+    assert "TARGET" not in "".join(cell.source for cell in hello.cells[3:])  # the same on any
+
+
+@pytest.mark.parametrize(
+    "text, left",
+    [
+        ("role 'arn:aws-cn:iam::1:role/service-role/x', and", "role '<ARN>', and"),
+        ("in sagemaker-eu-west-1-210987654321.", "in <bucket>."),
+        ("account 210987654321, job-20261122035239", "account <account>, job-20261122035239"),
+        ("210987654321.dkr.ecr.us-east-1.aws/x:1", "<account>.dkr.ecr.us-east-1.aws/x:1"),
+        ("(s3://mine/data/x)", "(s3://<bucket>/data/x)"),
+        (f"{Path.home()}/code", "~/code"),
+        ("TheRole may not, TheRoles may", "<name> may not, TheRoles may"),
+    ],
+)
+def test_what_is_private_is_left_out(text: str, left: str):
+    assert results.redact(text, ["TheRole"]) == left
