@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 os.environ["SAGEMAKER_TARGET"] = "local"  # the notebooks among them, whatever the shell says
+os.environ.pop("SAGEMAKER_ROLE", None)
 
 
 @pytest.fixture(scope="session", autouse=True)

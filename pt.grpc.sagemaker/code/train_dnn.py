@@ -98,6 +98,8 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    if rank == 0:
+        print(f"torch={torch.__version__} cuda={torch.version.cuda} device={device.type}")
 
     torch.manual_seed(args.seed)  # the same initial weights in every run
     try:

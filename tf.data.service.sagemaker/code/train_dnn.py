@@ -77,6 +77,8 @@ def main() -> str:
     rank, ranks = hvd.rank(), hvd.size()
     gpus = tf.config.list_physical_devices("GPU")
     check_gpus(len(gpus))
+    if rank == 0:
+        print(f"tensorflow={tf.__version__} gpus={len(gpus)}")
     cores = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
     if gpus:
         tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
