@@ -100,11 +100,14 @@ def main() -> None:
         print("No sagemaker_training toolkit in this image: read by hand only.")
     else:
         env = toolkit.Environment()
-        by_toolkit = {name: getattr(env, name) for name in by_hand}
-        if by_toolkit != by_hand:
-            differ = [name for name in by_hand if by_toolkit[name] != by_hand[name]]
+        by_toolkit = {name: getattr(env, name) for name in by_hand if hasattr(env, name)}
+        differ = [name for name in by_toolkit if by_toolkit[name] != by_hand[name]]
+        if differ:
             raise SystemExit(f"The toolkit and resourceconfig.json differ in {differ}.")
-        print(f"Read by the toolkit and by hand: {len(by_hand)} facts, all equal.")
+        print(f"Read by the toolkit and by hand: {len(by_toolkit)} facts, all equal.")
+        # Older images have older toolkits: `topology`, for one, came with 5.1.0.
+        if unknown := [name for name in by_hand if name not in by_toolkit]:
+            print(f"This image's toolkit does not know: {', '.join(unknown)}.")
 
     for name, value in by_hand.items():
         if name == "instance_groups_dict":

@@ -1,0 +1,498 @@
+"""Checks on all hosts of a job what a later job depends on, and prints one table. A file to copy.
+
+    SourceCode(source_dir="code", command="exec python preflight.py")
+
+Run it on the later job's image and instances, with HETERO_TOKEN, a random text, in the job's
+environment. It needs Python only; what it says of GPUs comes from the image's PyTorch or
+TensorFlow, and the all-reduce needs PyTorch.
+
+All hosts go through the same checks together, and tell each other what they find. The first host of
+the training group prints it. Each line below the table says what failed and what to change; the
+first one is the job's FailureReason, and every host exits with status 1. Every wait has an end.
+"""
+
+import contextlib
+import hmac
+import importlib.util
+import json
+import os
+import queue
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+TRAINING_GROUP = "dnn_group"  # in a job of several groups; else the only one
+SHM_MIB = 64  # a container's default, with which the examples make do
+JOIN_SECONDS = 600  # hosts load the image and their data, and not equally fast
+RESOLVE_SECONDS, REACH_SECONDS, ANSWER_SECONDS = 120, 10, 5  # names; ports; a line from there
+RUN_SECONDS, CHECK_SECONDS = 120, 240  # a process that imports the framework; a whole check
+STREAM_SECONDS = 1
+LIMIT_SECONDS, STOP_SECONDS = 1100, 60  # of all; after SIGTERM, 120 s before SageMaker's SIGKILL
+LONGEST = 1 << 20  # bytes of a line between hosts that know each other
+BASE_DIR = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
+SECURITY_GROUP = "the job's security group must allow all traffic from itself"
+stopped = threading.Event()  # by SIGTERM: another host has failed, or the job is being stopped
+
+
+class Cluster:
+    """What resourceconfig.json says of the hosts, which are named algo-1, algo-2, ..."""
+
+    def __init__(self):
+        config = json.loads((BASE_DIR / "input" / "config" / "resourceconfig.json").read_text())
+        # The only trace of runs on one machine: loopback addresses, and ports for the job.
+        local = json.loads(os.environ.get("LOCAL_SAGEMAKER", "{}"))
+        self.addresses: dict[str, str] = local.get("addresses", {})
+        base_port = local.get("base_port", 7710)  # as in hetero.py
+        # The launchers' leader; torchrun's master or Horovod's rendezvous; the data hosts.
+        self.ports = [base_port, base_port + 1, base_port + 2]
+        self.here, self.interface = config["current_host"], config["network_interface_name"]
+        self.groups: dict[str, str] = {}  # host -> its group
+        self.types: dict[str, str] = {}  # host -> its instance type
+        for group in sorted(config["instance_groups"], key=lambda g: g["instance_group_name"]):
+            for host in sorted(group["hosts"], key=lambda h: (len(h), h)):
+                self.groups[host] = group["instance_group_name"]
+                self.types[host] = group["instance_type"]
+        names = sorted(set(self.groups.values()))
+        training = names[0] if len(names) == 1 else TRAINING_GROUP
+        self.training = [host for host, group in self.groups.items() if group == training]
+        if not self.training:
+            fail(f"No instance group is named {training}, only {names}: set TRAINING_GROUP.")
+        self.leader = self.training[0]
+
+    def address(self, host: str) -> str:
+        """Where `host` can be reached: on AWS its name resolves."""
+        return self.addresses.get(host, host)
+
+    def where(self, host: str) -> str:
+        """`host` with its group, for messages."""
+        return f"{host} ({self.groups[host]})"
+
+
+def fail(sentence: str) -> None:
+    """End this host, and with it the job, with `sentence` as the FailureReason."""
+    (BASE_DIR / "output").mkdir(parents=True, exist_ok=True)
+    (BASE_DIR / "output" / "failure").write_text(sentence[:1024])  # SageMaker shows no more
+    print(f"preflight: {sentence}", flush=True)
+    os._exit(1)  # at once, whatever other threads wait for
+
+
+# -------------------------------------------------------------------- what a host finds by itself
+
+
+def examine(cluster: Cluster, ports: list[int]) -> dict:
+    """This host's part of the table, what failed here, and what other checks need to know."""
+    ended_well, output = run([sys.executable, __file__, "framework"])
+    seen = json.loads(output) if ended_well else {"name": "does not load", "gpus": 0, "cuda": None}
+    names, driver = list_gpus()
+    told = max(len(names), int(os.environ.get("SM_NUM_GPUS") or 0))
+    kind = cluster.types[cluster.here]
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    mib = shm.f_blocks * shm.f_frsize >> 20 if shm else 0
+    interfaces = [name for _, name in socket.if_nameindex()]
+    try:
+        hostname = f"{socket.gethostname()}: {socket.gethostbyname(socket.gethostname())}"
+    except OSError:
+        hostname = f"{socket.gethostname()}, unresolved"  # not a failure: the examples do without
+
+    cuda = f"CUDA {seen['cuda']}" if seen["cuda"] else "no CUDA"
+    better = "whose CUDA this driver supports, an older one" if seen["cuda"] else "for GPUs"
+    problems = {
+        f"the framework does not load ({output}): take another image": not ended_well,
+        f"{told} GPU(s), driver {driver or 'unknown'}, but {seen['name']} ({cuda}) sees "
+        f"{seen['gpus']}: take an image {better}": (
+            ended_well and seen["name"] and told > seen["gpus"]
+        ),
+        f"{kind} has GPUs, but nvidia-smi lists none: take an image for GPUs": (
+            not told and re.match(r"ml\.[gp]\d", kind) and not cluster.addresses
+        ),
+        f"/dev/shm has {mib} MiB, and the examples need {SHM_MIB}: start fewer worker processes "
+        "(hyperparameter workers), or make batches smaller": mib < SHM_MIB,
+        f"no network interface is named {cluster.interface}, only {', '.join(interfaces)}: have "
+        "the launcher set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to one of these": (
+            cluster.interface not in interfaces
+        ),
+    }
+    for port in cluster.ports:
+        sentence = f"another program listens on port {port}: take an image that starts none"
+        problems[f"{sentence}, or change BASE_PORT in hetero.py"] = port not in ports
+    rows = {
+        "instance type": kind,
+        "GPUs": f"{len(names)} x {names[0]}" if names else "none",
+        "driver": driver or "-",
+        "framework": seen["name"] or "neither torch nor TF",
+        "sees": f"{seen['gpus']} GPUs, {cuda}",
+        "vCPUs usable": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "/dev/shm": f"{mib} MiB",
+        "hostname": hostname,
+        "network interface": cluster.interface,
+    }
+    failed = [sentence for sentence, is_so in problems.items() if is_so]
+    return {"rows": rows, "failed": failed, "ports": ports, "framework": seen}
+
+
+def list_gpus() -> tuple[list[str], str]:
+    """The names of the GPUs that nvidia-smi lists, and the version of their driver."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=RUN_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return [], ""
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    gpus = [line.split(", ") for line in lines if line.count(", ") == 1]
+    return [name for name, _ in gpus], gpus[0][1] if gpus else ""
+
+
+def describe_framework() -> dict:
+    """Name, CUDA and visible GPUs of PyTorch, or else of TensorFlow."""
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return {"name": f"PyTorch {torch.__version__}", "gpus": gpus, "cuda": torch.version.cuda}
+    if importlib.util.find_spec("tensorflow"):
+        import tensorflow as tf
+
+        cuda = tf.sysconfig.get_build_info().get("cuda_version")
+        gpus = len(tf.config.list_physical_devices("GPU"))
+        return {"name": f"TensorFlow {tf.__version__}", "gpus": gpus, "cuda": cuda}
+    return {"name": "", "gpus": 0, "cuda": None}
+
+
+def run(command: list[str], **environment: str) -> tuple[bool, str]:
+    """Run a command; whether it ended well, and its last line, or the error that it printed."""
+    late = ""
+    with tempfile.TemporaryFile("w+") as file:  # a pipe might be held open by what it has started
+        streams = {"stdout": file, "stderr": subprocess.STDOUT, "timeout": RUN_SECONDS}
+        try:
+            env = {**os.environ, **environment}
+            status = subprocess.run(command, env=env, **streams).returncode
+        except subprocess.TimeoutExpired:
+            status, late = 1, f"Error: no end within {RUN_SECONDS} s"
+        file.seek(0)
+        lines = [line.strip() for line in (*file, late) if line.strip()] or ["no output"]
+    if status == 0:
+        return True, lines[-1]
+    print(*lines[-30:], sep="\n", flush=True)
+    # torchrun's own ChildFailedError comes after that of the process that it started.
+    errors = [line for line in lines if re.search(r"(?<!ChildFailed)Error: ", line)] or lines
+    return False, errors[-1][:300].rstrip(".")
+
+
+# ------------------------------------------------------------------------ hosts talk to each other
+
+
+def sign(*words: object) -> str:
+    """Prove, to the sender of a nonce among the words, that this host knows the job's token."""
+    token = os.environ.get("HETERO_TOKEN", "").encode()
+    return hmac.new(token, json.dumps(words).encode(), "sha256").hexdigest()
+
+
+def send(sock: socket.socket, message: dict) -> None:
+    """Send a JSON object on a line."""
+    sock.settimeout(ANSWER_SECONDS)
+    sock.sendall(json.dumps(message).encode() + b"\n")
+
+
+def receive(sock: socket.socket, seconds: float, longest: int = 1024) -> dict:
+    """Return the object on the next line; raise OSError unless it comes in time, and is short."""
+    deadline, line = time.monotonic() + seconds, b""
+    while not line.endswith(b"\n"):
+        sock.settimeout(max(0.01, deadline - time.monotonic()))
+        part = sock.recv(longest - len(line), socket.MSG_PEEK)
+        part = sock.recv(len(part.partition(b"\n")[0]) + 1)  # leave what comes after the line
+        if not part or line and time.monotonic() > deadline:
+            raise ConnectionError("no line came" if part else "it closed the connection")
+        line += part
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        raise ConnectionError("another program answers") from None
+
+
+class Ports:
+    """Answers the job's hosts at the examples' ports, and at one that the system gives.
+
+    Strangers, who do not know the token, get a nonce and ANSWER_SECONDS.
+    """
+
+    def __init__(self, cluster: Cluster):
+        self.host = cluster.here
+        self.open: dict[int, socket.socket] = {}
+        self.joined: queue.SimpleQueue = queue.SimpleQueue()  # hosts and their connections
+        self.refused: set[str] = set()  # addresses
+        self.free = threading.BoundedSemaphore(64)  # connections at a time
+        for port in (*cluster.ports, 0):
+            with contextlib.suppress(OSError):  # `examine` says that it is taken
+                address = cluster.addresses.get(self.host, "0.0.0.0")
+                server = socket.create_server((address, port), backlog=128)
+                self.open[server.getsockname()[1]] = server
+                threading.Thread(target=self._accept, args=[server], daemon=True).start()
+
+    def close(self, port: int) -> None:
+        """Leave a port to others."""
+        if server := self.open.get(port):
+            server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            server.close()
+
+    def _accept(self, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                sock, address = server.accept()
+                if self.free.acquire(blocking=False):
+                    threading.Thread(target=self._answer, args=[sock, address], daemon=True).start()
+                else:
+                    sock.close()
+
+    def _answer(self, sock: socket.socket, address: tuple[str, int]) -> None:
+        try:
+            send(sock, {"nonce": (nonce := secrets.token_hex(16))})
+            request = receive(sock, ANSWER_SECONDS)
+            ask, host = request.get("ask"), request.get("host")
+            if not hmac.compare_digest(ascii(request.get("proof")), ascii(sign(nonce, ask, host))):
+                raise ConnectionError("a stranger")
+            send(sock, {"host": self.host})
+            if ask == "join":
+                return self.joined.put((host, sock))
+            zeros, end = bytes(1 << 20), time.monotonic() + STREAM_SECONDS
+            while ask == "bytes" and time.monotonic() < end:
+                sock.sendall(zeros)
+        except (OSError, RecursionError):
+            if address[0] not in self.refused:
+                self.refused.add(address[0])
+                print(f"preflight: {address[0]} connected, but is not of this job", flush=True)
+        finally:
+            self.free.release()
+        sock.close()
+
+
+def connect(
+    cluster: Cluster, host: str, ports: list[int], ask: str, seconds: float
+) -> socket.socket:
+    """Return a connection with the first of the ports that answers, within so many seconds.
+
+    Raises ConnectionError, which says why none does and what to change.
+    """
+    start = time.monotonic()
+    while True:
+        for port in ports:
+            limit, change, sock = seconds, SECURITY_GROUP, None
+            try:
+                sock = socket.create_connection((cluster.address(host), port), ANSWER_SECONDS)
+                change = "only this job's hosts may listen there"
+                nonce = receive(sock, ANSWER_SECONDS).get("nonce")
+                proof = sign(nonce, ask, cluster.here)
+                send(sock, {"ask": ask, "host": cluster.here, "proof": proof})
+                if receive(sock, ANSWER_SECONDS) == {"host": host}:
+                    return sock
+                error = "another host answers"
+            except socket.gaierror:
+                error = f"its name does not resolve within {RESOLVE_SECONDS} s"
+                limit, change = RESOLVE_SECONDS, "enable DNS resolution and hostnames in the VPC"
+            except OSError as reason:
+                error = reason.strerror or str(reason)
+            if sock:
+                sock.close()
+        if stopped.is_set() or time.monotonic() - start > limit:
+            raise ConnectionError(f"{error}: {change}")
+        time.sleep(1)
+
+
+class Team:
+    """The hosts that are there. They exchange what they find, through the leader."""
+
+    def __init__(self, cluster: Cluster, ports: Ports):
+        self.cluster, self.others, deadline = cluster, {}, time.monotonic() + JOIN_SECONDS
+        if cluster.here != cluster.leader:
+            try:
+                self.upstream = connect(
+                    cluster, cluster.leader, cluster.ports, "join", JOIN_SECONDS
+                )
+            except ConnectionError as error:
+                here, leader = cluster.where(cluster.here), cluster.where(cluster.leader)
+                fail(f"On {here}: {leader} cannot be reached, {error}.")
+            return
+        while len(self.others) < len(cluster.groups) - 1:
+            with contextlib.suppress(queue.Empty):
+                host, sock = ports.joined.get(timeout=1)
+                self.others[host] = sock
+            if stopped.is_set() or time.monotonic() > deadline:
+                break
+
+    def exchange(self, mine: dict) -> dict[str, dict]:
+        """What each host gives here, by host; a host that gives nothing in time is left out."""
+        cluster = self.cluster
+        if cluster.here != cluster.leader:
+            try:
+                send(self.upstream, mine)
+                return receive(self.upstream, LIMIT_SECONDS, LONGEST)
+            except OSError as error:
+                here, leader = cluster.where(cluster.here), cluster.where(cluster.leader)
+                fail(f"On {here}: {leader} was lost, {error}: see its log.")
+        given, deadline = {cluster.here: mine}, time.monotonic() + CHECK_SECONDS
+        for host, sock in list(self.others.items()):
+            try:
+                given[host] = receive(sock, deadline - time.monotonic(), LONGEST)
+            except OSError:
+                self.others.pop(host).close()
+        given = {host: given[host] for host in cluster.groups if host in given}
+        for sock in self.others.values():
+            with contextlib.suppress(OSError):  # the next exchange notices
+                send(sock, given)
+        return given
+
+
+# ------------------------------------------------------------------- what takes more than one host
+
+
+def reach(cluster: Cluster, opened: dict[str, list[int]]) -> dict:
+    """Whether this host reaches all ports that the others have opened."""
+    targets = [(host, port) for host in opened if host != cluster.here for port in opened[host]]
+
+    def try_one(target: tuple[str, int]) -> str:
+        try:
+            connect(cluster, target[0], [target[1]], "hello", REACH_SECONDS).close()
+        except ConnectionError as error:
+            return f"port {target[1]} of {cluster.where(target[0])} cannot be reached, {error}"
+        return ""
+
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        failed = list(filter(None, pool.map(try_one, targets)))
+    reached = f"{len(targets) - len(failed)} of {len(targets)}"
+    return {"rows": {"ports reached": reached}, "failed": failed[:50]}
+
+
+def pull(cluster: Cluster, source: str) -> dict:
+    """GB/s that come from the data port of `source` through one connection, as the loader has."""
+    label, buffer, count, start = f"data from {source}", bytearray(1 << 20), 0, time.monotonic()
+    try:
+        with connect(cluster, source, cluster.ports[2:], "bytes", REACH_SECONDS) as sock:
+            sock.settimeout(ANSWER_SECONDS)
+            while received := sock.recv_into(buffer):
+                count += received
+    except OSError as error:
+        sentence = f"no data comes from {cluster.where(source)}, {error}"
+        return {"rows": {label: "FAILED"}, "failed": [sentence]}
+    return {"rows": {label: f"{count / (time.monotonic() - start) / 1e9:.2f} GB/s"}}
+
+
+def all_reduce(cluster: Cluster, facts: dict[str, dict]) -> dict:
+    """Sum a tensor over all training hosts, with a process for each GPU, by torchrun."""
+    frameworks = [facts[host]["framework"] for host in cluster.training if host in facts]
+    if cluster.here not in cluster.training:
+        return {}
+    if not all(framework["name"].startswith("PyTorch") for framework in frameworks):
+        return {"rows": {"all-reduce": "not checked: no PyTorch"}}
+    leads_there = cluster.ports[1] in facts[cluster.leader]["ports"]
+    if len(frameworks) < len(cluster.training) or not leads_there:
+        return {"rows": {"all-reduce": "not checked, see below"}}
+    backend = "nccl" if all(framework["gpus"] for framework in frameworks) else "gloo"
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nnodes", str(len(cluster.training))]
+    command += ["--node-rank", str(cluster.training.index(cluster.here))]
+    command += ["--nproc-per-node", str(facts[cluster.here]["framework"]["gpus"] or 1)]
+    command += ["--master-addr", cluster.address(cluster.leader)]
+    command += ["--master-port", str(cluster.ports[1]), __file__, "rank", backend]
+    interfaces = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    ended_well, output = run(command, **dict.fromkeys(interfaces, cluster.interface))
+    if ended_well:
+        return {"rows": {"all-reduce": output}}
+    change = SECURITY_GROUP if len(cluster.training) > 1 else "take another image"
+    sentence = f"the all-reduce ({backend}) failed, {output}: {change}"
+    return {"rows": {"all-reduce": "FAILED"}, "failed": [sentence]}
+
+
+def run_rank(backend: str) -> None:
+    """One of the all-reduce's processes: print how fast it was."""
+    import torch
+    import torch.distributed as dist
+
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if backend == "nccl" else "cpu"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    ranks, tensor, seconds = dist.get_world_size(), torch.ones(4 << 20, device=device), []
+    for _ in range(4):  # the first one sets up what the others use
+        tensor.fill_(1)
+        start = time.monotonic()
+        dist.all_reduce(tensor)
+        tensor[0].item()  # waits for the GPU
+        seconds.append(time.monotonic() - start)
+        if not (tensor == ranks).all():
+            raise ArithmeticError(f"{ranks} ones make {tensor.min()} to {tensor.max()}")
+    speed = tensor.nbytes / min(seconds) / 1e9 if ranks > 1 else 0
+    print(f"{backend}, {ranks} ranks, {speed:.2f} GB/s" if speed else f"{backend}, alone: works")
+    dist.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------------------- the job
+
+
+def print_table(cluster: Cluster, rows: dict[str, dict[str, str]], width: int = 26) -> None:
+    """A column for each host, by group, three columns at a time; `rows`: label -> host -> cell."""
+    hosts = list(cluster.groups)
+    rows = {"": cluster.groups, "host": dict(zip(hosts, hosts, strict=True)), **rows}
+    for some in (hosts[n : n + 3] for n in range(0, len(hosts), 3)):
+        print()
+        for label, cells in rows.items():
+            shown = (textwrap.shorten(cells.get(h, "-"), width, placeholder="...") for h in some)
+            print(f"{label:18}  {'  '.join(cell.ljust(width) for cell in shown)}".rstrip())
+    print(flush=True)
+
+
+def main() -> None:
+    """Run all checks with the other hosts; exit with status 1 if anything failed."""
+    signal.signal(signal.SIGTERM, lambda *_: (stopped.set(), signal.alarm(STOP_SECONDS)))
+    signal.signal(signal.SIGALRM, lambda *_: fail("The checks did not end in time: see the log."))
+    signal.alarm(LIMIT_SECONDS)
+    cluster = Cluster()
+    if len(cluster.groups) > 1 and not os.environ.get("HETERO_TOKEN"):
+        fail("The job has no token: put HETERO_TOKEN, a random text, into the job's environment.")
+    print(f"host={cluster.here} group={cluster.groups[cluster.here]}", flush=True)
+
+    ports = Ports(cluster)
+    mine = examine(cluster, list(ports.open))
+    team = Team(cluster, ports)
+    facts = team.exchange(mine)
+    opened = {host: facts[host]["ports"] for host in facts}
+    checks = [facts, team.exchange(reach(cluster, opened))]
+    ports.close(cluster.ports[1])  # for the all-reduce
+    for source in [host for host in checks[-1] if host not in cluster.training]:
+        for host in cluster.training:
+            mine = pull(cluster, source) if cluster.here == host else {}
+            checks.append(team.exchange(mine))
+    checks.append(team.exchange(all_reduce(cluster, facts)))
+
+    rows: dict[str, dict[str, str]] = {}
+    failed = [
+        f"{cluster.where(host)} did not report, or has ended: see its log; {SECURITY_GROUP}"
+        for host in cluster.groups
+        if host not in checks[-1]
+    ]
+    for host, result in (item for check in checks for item in check.items()):
+        for label, cell in result.get("rows", {}).items():
+            rows.setdefault(label, {})[host] = cell
+        failed += [f"On {cluster.where(host)}: {what}" for what in result.get("failed", [])]
+    if cluster.here == cluster.leader:
+        print_table(cluster, rows)
+        for sentence in failed or ["All checks passed"]:
+            mark = "FAILED  " if failed else ""
+            print(textwrap.fill(f"{mark}{sentence}.", 100, subsequent_indent=" " * len(mark)))
+    if failed:
+        fail(f"{failed[0]}.")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["framework"]:
+        print(json.dumps(describe_framework()))
+    elif sys.argv[1:2] == ["rank"]:
+        run_rank(sys.argv[2])
+    else:
+        main()
