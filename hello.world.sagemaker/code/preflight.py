@@ -39,6 +39,7 @@ RUN_SECONDS, CHECK_SECONDS = 120, 240  # a process that imports the framework; a
 STREAM_SECONDS = 1
 LIMIT_SECONDS, STOP_SECONDS = 1100, 60  # of all; after SIGTERM, 120 s before SageMaker's SIGKILL
 LONGEST = 1 << 20  # bytes of a line between hosts that know each other
+COMPATIBILITY = Path("/usr/local/cuda/compat")  # CUDA's libraries for older drivers
 BASE_DIR = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
 SECURITY_GROUP = "the job's security group must allow all traffic from itself"
 stopped = threading.Event()  # by SIGTERM: another host has failed, or the job is being stopped
@@ -105,13 +106,15 @@ def examine(cluster: Cluster, ports: list[int]) -> dict:
         hostname = f"{socket.gethostname()}, unresolved"  # not a failure: the examples do without
 
     cuda = f"CUDA {seen['cuda']}" if seen["cuda"] else "no CUDA"
-    better = "whose CUDA this driver supports, an older one" if seen["cuda"] else "for GPUs"
+    change = "take an image for GPUs"
+    if seen["cuda"]:
+        change = "take an image with an older CUDA, which this driver supports"
+        if COMPATIBILITY.is_dir():  # in AWS's images, whose entry point would make use of it
+            change = f"put env LD_LIBRARY_PATH={COMPATIBILITY}:$LD_LIBRARY_PATH before python in the command, or {change}"
     problems = {
         f"the framework does not load ({output}): take another image": not ended_well,
         f"{told} GPU(s), driver {driver or 'unknown'}, but {seen['name']} ({cuda}) sees "
-        f"{seen['gpus']}: take an image {better}": (
-            ended_well and seen["name"] and told > seen["gpus"]
-        ),
+        f"{seen['gpus']}: {change}": (ended_well and seen["name"] and told > seen["gpus"]),
         f"{kind} has GPUs, but nvidia-smi lists none: take an image for GPUs": (
             not told and re.match(r"ml\.[gp]\d", kind) and not cluster.addresses
         ),
@@ -371,11 +374,11 @@ def reach(cluster: Cluster, opened: dict[str, list[int]]) -> dict:
     return {"rows": {"ports reached": reached}, "failed": failed[:50]}
 
 
-def pull(cluster: Cluster, source: str) -> dict:
-    """GB/s that come from the data port of `source` through one connection, as the loader has."""
+def pull(cluster: Cluster, source: str, ports: list[int]) -> dict:
+    """GB/s that come from `source` through one connection, as the examples' loader has."""
     label, buffer, count, start = f"data from {source}", bytearray(1 << 20), 0, time.monotonic()
     try:
-        with connect(cluster, source, cluster.ports[2:], "bytes", REACH_SECONDS) as sock:
+        with connect(cluster, source, ports, "bytes", REACH_SECONDS) as sock:
             sock.settimeout(ANSWER_SECONDS)
             while received := sock.recv_into(buffer):
                 count += received
@@ -466,7 +469,8 @@ def main() -> None:
     ports.close(cluster.ports[1])  # for the all-reduce
     for source in [host for host in checks[-1] if host not in cluster.training]:
         for host in cluster.training:
-            mine = pull(cluster, source) if cluster.here == host else {}
+            # From the port that the system gave, as batches come from such ones.
+            mine = pull(cluster, source, opened[source][-1:]) if cluster.here == host else {}
             checks.append(team.exchange(mine))
     checks.append(team.exchange(all_reduce(cluster, facts)))
 

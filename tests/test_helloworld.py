@@ -1,0 +1,39 @@
+"""hello world's train.py in images whose toolkit is older or missing."""
+
+from pathlib import Path
+
+import pytest
+
+from jobs import Jobs
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+CODE = Path(__file__).parent.parent / "hello.world.sagemaker" / "code"
+GROUPS = {"group_1": ("ml.c5.xlarge", 1), "group_2": ("ml.m5.xlarge", 1)}
+# The toolkit that is installed here, less what 5.0.0 has not.
+OLDER = """
+import runpy
+from sagemaker_training.environment import Environment
+del Environment.topology
+runpy.run_path("train.py", run_name="__main__")
+"""
+DIFFERS = OLDER.replace("del Environment.topology", "Environment.is_master = None")
+MISSING = """
+import runpy, sys
+sys.modules["sagemaker_training"] = None
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "script, status, line",
+    [
+        (OLDER, "Completed", "This image's toolkit does not know: topology."),
+        (MISSING, "Completed", "No sagemaker_training toolkit in this image: read by hand only."),
+        (DIFFERS, "Failed", "The toolkit and resourceconfig.json differ in ['is_master']."),
+    ],
+)
+def test_a_toolkit_may_know_less_but_nothing_else(script: str, status: str, line: str, jobs: Jobs):
+    files = {"train.py": (CODE / "train.py").read_text(), "start.py": script}
+    job = jobs.run(files, "python start.py", GROUPS)
+    assert job["TrainingJobStatus"] == status
+    assert jobs.log(job["TrainingJobName"]).count(line) == 2  # on each host
