@@ -110,7 +110,8 @@ def examine(cluster: Cluster, ports: list[int]) -> dict:
     if seen["cuda"]:
         change = "take an image with an older CUDA, which this driver supports"
         if COMPATIBILITY.is_dir():  # in AWS's images, whose entry point would make use of it
-            change = f"put env LD_LIBRARY_PATH={COMPATIBILITY}:$LD_LIBRARY_PATH before python in the command, or {change}"
+            libraries = f"env LD_LIBRARY_PATH={COMPATIBILITY}:$LD_LIBRARY_PATH"
+            change = f"put {libraries} before python in the job's command, or {change}"
     problems = {
         f"the framework does not load ({output}): take another image": not ended_well,
         f"{told} GPU(s), driver {driver or 'unknown'}, but {seen['name']} ({cuda}) sees "
