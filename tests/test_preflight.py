@@ -91,7 +91,8 @@ def test_hosts_that_are_well(jobs: Jobs):
     assert speeds[0] == "-" and all(re.fullmatch(r"\d+\.\d\d GB/s", cell) for cell in speeds[1:])
     sums = row(job, "all-reduce")
     assert sums[0] == "-" and all(re.match(r"gloo, 2 ranks, \d", cell) for cell in sums[1:])
-    assert said(job)[-1] == "All checks passed."
+    assert said(job)[-2] == "All checks passed."
+    assert sum("ends" in line for line in jobs.log(job["TrainingJobName"])) == 3  # logs.py waits
     assert max(map(len, said(job))) <= 105
 
 

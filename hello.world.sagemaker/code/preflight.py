@@ -41,6 +41,7 @@ LIMIT_SECONDS, STOP_SECONDS = 1100, 60  # of all; after SIGTERM, 120 s before Sa
 LONGEST = 1 << 20  # bytes of a line between hosts that know each other
 COMPATIBILITY = Path("/usr/local/cuda/compat")  # CUDA's libraries for older drivers
 BASE_DIR = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
+FAREWELL = f"host={os.environ.get('SM_CURRENT_HOST', '?')} ends"  # says that the log is complete
 SECURITY_GROUP = "the job's security group must allow all traffic from itself"
 stopped = threading.Event()  # by SIGTERM: another host has failed, or the job is being stopped
 
@@ -83,7 +84,7 @@ def fail(sentence: str) -> None:
     """End this host, and with it the job, with `sentence` as the FailureReason."""
     (BASE_DIR / "output").mkdir(parents=True, exist_ok=True)
     (BASE_DIR / "output" / "failure").write_text(sentence[:1024])  # SageMaker shows no more
-    print(f"preflight: {sentence}", flush=True)
+    print(f"preflight: {sentence}\n{FAREWELL}", flush=True)
     os._exit(1)  # at once, whatever other threads wait for
 
 
@@ -492,6 +493,7 @@ def main() -> None:
             print(textwrap.fill(f"{mark}{sentence}.", 100, subsequent_indent=" " * len(mark)))
     if failed:
         fail(f"{failed[0]}.")
+    print(FAREWELL)
 
 
 if __name__ == "__main__":

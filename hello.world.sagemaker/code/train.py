@@ -116,6 +116,7 @@ def main() -> None:
                 print(f"group {member['instance_group_name']}: {count} x {kind}")
         elif name not in ("num_cpus", "topology"):
             print(f"{name}: {value}")
+    print(f"host={host} ends")  # says, to who reads the log, that it is complete
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ URI = {name: (HERE / f"{name}.txt").read_text().split()[1] for name in BUILT}
 IMAGES = {URI[name]: str(environment) for name, environment in BUILT.items()}
 TWO_AND_TWO = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
 PYTORCH, TENSORFLOW_212 = "pytorch-2.12-cu130", "tensorflow-2.12"
+PYTORCH_CPU = "pytorch-2.12-cpu"
 COMMAND = "exec python launcher.py"
 
 
@@ -96,7 +97,9 @@ for job in containers.jobs.values():
 @pytest.mark.parametrize(
     "notebook, largest_cluster",
     [
-        pytest.param("hello.world.sagemaker/helloworld-example", None, marks=needs(PYTORCH)),
+        pytest.param(
+            "hello.world.sagemaker/helloworld-example", None, marks=needs(PYTORCH, PYTORCH_CPU)
+        ),
         pytest.param(
             "pt.grpc.sagemaker/hetero-pytorch-mnist",
             {"ml.c5.9xlarge": 2, "ml.p3.2xlarge": 1},
@@ -118,6 +121,10 @@ def test_notebook(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     content = nbformat.read(ROOT / f"{notebook}.ipynb", as_version=4)
     first = FIRST_CELL.format(cluster=largest_cluster, images=IMAGES, container=CONTAINER)
+    for cell in content.cells:  # the preflight would fail for want of a GPU, as it should
+        cell.source = cell.source.replace(
+            '"dnn_group": "ml.g5.xlarge"', '"dnn_group": "ml.m5.xlarge"'
+        )
     content.cells.insert(0, nbformat.v4.new_code_cell(first))
     content.cells.append(nbformat.v4.new_code_cell(LAST_CELL))
     resources = {"metadata": {"path": str((ROOT / notebook).parent)}}
@@ -231,6 +238,56 @@ def test_a_gpu_that_the_framework_misses_ends_the_job(
     assert not any("step=" in line for line in jobs.log(job["TrainingJobName"]))
 
 
+# ---- the preflight, on hosts that have a network and names of their own
+
+PREFLIGHT = (HELLO / "code" / "preflight.py").read_text()
+
+
+@needs(PYTORCH)
+def test_preflight_with_names_that_resolve_late(completed):
+    """Two training hosts, so that the all-reduce goes from one to the other."""
+    log = completed(
+        PYTORCH,
+        {"preflight.py": PREFLIGHT},
+        "exec python preflight.py",
+        TWO_AND_TWO,
+        environment={"HETERO_TOKEN": "a secret", "CONTAINER_NAMES_AFTER": "30"},
+    )
+    assert "All checks passed." in log
+    assert re.search(r"^/dev/shm +64 MiB +64 MiB", log, re.MULTILINE)
+    assert re.search(r"^hostname +aws, unresolved +aws, unresolved", log, re.MULTILINE)
+    assert re.search(r"^network interface +eth0 +eth0", log, re.MULTILINE)
+    assert re.search(r"^ports reached +12 of 12 +12 of 12", log, re.MULTILINE)
+    assert len(re.findall(r"gloo, 2 ranks, \d", log)) == 2
+
+
+# On the training host: nothing comes back from it, as where no rule lets the hosts' traffic in.
+DEAF = """
+import json, pathlib, socket, subprocess
+config = json.loads(pathlib.Path("/opt/ml/input/config/resourceconfig.json").read_text())
+if config["current_group_name"] == "dnn_group":
+    for host in set(config["hosts"]) - {config["current_host"]}:
+        subprocess.run(["ip", "route", "add", "blackhole", socket.gethostbyname(host)], check=True)
+"""
+
+
+@needs(PYTORCH)
+def test_preflight_without_a_way_between_the_hosts(jobs: Jobs):
+    text = PREFLIGHT.replace("JOIN_SECONDS = 600", "JOIN_SECONDS = 10")
+    job = jobs.run(
+        {"preflight.py": text, "deaf.py": DEAF},
+        "python deaf.py; exec python preflight.py",
+        TWO_GROUPS,
+        image=URI[PYTORCH],
+        environment={"HETERO_TOKEN": "a secret"},
+    )
+    assert job["TrainingJobStatus"] == "Failed"
+    assert "the job's security group must allow all traffic from itself" in job["FailureReason"]
+    log = " ".join("\n".join(jobs.log(job["TrainingJobName"])).split())
+    assert re.search(r"algo-\d \(dnn_group\) cannot be reached, timed out", log)
+    assert re.search(r"algo-\d \(data_group\) did not report", log)
+
+
 # ---- SDK v2, and AWS's toolkit
 
 
@@ -240,6 +297,7 @@ def test_hello_world_with_an_old_toolkit(completed):
     script = (HELLO / "code" / "train.py").read_text()
     log = completed(TENSORFLOW_212, {"train.py": script}, "exec python train.py", TWO_GROUPS)
     assert log.count("Read by the toolkit and by hand") == 2
+    assert log.count("This image's toolkit does not know: topology.") == 2
 
 
 @pytest.mark.parametrize(
