@@ -59,7 +59,7 @@ class Advice:
         inputs: What the formula was given, by name, each with how it came about.
         data_hosts_only: Whether the step times are the upper bounds.
         types: From `prediction.instance_types`.
-        candidates: From `prediction.predict`: not all that could be, only those worth a thought.
+        candidates: From `prediction.predict`, which leaves out what no further data host improves.
     """
 
     measured: Measured
@@ -84,8 +84,7 @@ class Advice:
                 f"{data_type} is not among the types of this advice, whose prices (and, locally, "
                 f"cores) are known: {', '.join(self.types.index)}."
             )
-        settings = self.measured, self.types, data_type, count, self.data_hosts_only
-        return with_data_hosts(*settings)
+        return with_data_hosts(self.measured, self.types, data_type, count, self.data_hosts_only)
 
 
 def advise(
@@ -119,8 +118,7 @@ def advise(
             f"AWS retired {measured.instance_type} on {retired} (shared/retired.csv), so none of "
             "this can be had: measure the job on a type that AWS offers."
         )
-    settings = inputs, data_hosts_only, types, table
-    return Advice(measured, verdict, recommended, reasons, *settings)
+    return Advice(measured, verdict, recommended, reasons, inputs, data_hosts_only, types, table)
 
 
 def _judge(measured: Measured, table: pd.DataFrame) -> tuple[str, str, list[str]]:
