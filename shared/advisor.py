@@ -19,13 +19,21 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isnan, nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from botocore.exceptions import BotoCoreError, ClientError
 
 from shared.commands import reader_may_leave
-from shared.prediction import NEAR_PERCENT, Measured, instance_types, measure, needing, predict
+from shared.prediction import (
+    NEAR_PERCENT,
+    Measured,
+    instance_types,
+    measure,
+    needing,
+    predict,
+    with_data_hosts,
+)
 
 if TYPE_CHECKING:  # imported where they are used: the command shall start quickly
     from matplotlib.axes import Axes
@@ -49,8 +57,9 @@ class Advice:
         recommended: The instances to try, or "".
         reasons: Sentences.
         inputs: What the formula was given, by name, each with how it came about.
+        data_hosts_only: Whether the step times are the upper bounds.
         types: From `prediction.instance_types`.
-        candidates: From `prediction.predict`.
+        candidates: From `prediction.predict`, which leaves out what no further data host improves.
     """
 
     measured: Measured
@@ -58,8 +67,24 @@ class Advice:
     recommended: str
     reasons: list[str]
     inputs: dict[str, str]
+    data_hosts_only: bool
     types: pd.DataFrame = field(repr=False)
     candidates: pd.DataFrame = field(repr=False)
+
+    def predict(self, data_type: str, count: int) -> dict[str, Any]:
+        """Predict the measured cluster with these data hosts, be they among `candidates` or not.
+
+        Returns a row as `candidates` has them, without the frontier.
+
+        Raises:
+            ValueError: the type is not among `types`.
+        """
+        if data_type not in self.types.index:
+            raise ValueError(
+                f"{data_type} is not among the types of this advice, whose prices (and, locally, "
+                f"cores) are known: {', '.join(self.types.index)}."
+            )
+        return with_data_hosts(self.measured, self.types, data_type, count, self.data_hosts_only)
 
 
 def advise(
@@ -86,7 +111,14 @@ def advise(
     table = predict(measured, types, data_hosts_only)
     inputs = _inputs(measured, types.loc[measured.instance_type])
     inputs["prices"] = f"SageMaker training on demand in {region}"
-    return Advice(measured, *_judge(measured, table), inputs, types, table)
+    verdict, recommended, reasons = _judge(measured, table)
+    if retired := types["retired"][measured.instance_type]:
+        recommended = ""
+        reasons.append(
+            f"AWS retired {measured.instance_type} on {retired} (shared/retired.csv), so none of "
+            "this can be had: measure the job on a type that AWS offers."
+        )
+    return Advice(measured, verdict, recommended, reasons, inputs, data_hosts_only, types, table)
 
 
 def _judge(measured: Measured, table: pd.DataFrame) -> tuple[str, str, list[str]]:

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -129,8 +129,9 @@ def instance_types(
             {instance type: cores here}. Only these types are there then, and equally fast.
 
     Returns:
-        One row per type: what `prices.Price` has, and cores, ghz, and speed, which is relative to
-        `instance_type`.
+        One row per type: what `prices.Price` has, cores, ghz, speed, which is relative to
+        `instance_type`, and the day since when it is retired, or "". Of the retired ones only
+        those that are asked for are there.
 
     Raises:
         ValueError: it has no price, no GPU, or nobody says how many vCPUs.
@@ -142,6 +143,11 @@ def instance_types(
     for name in (instance_type, *(cores or {})):
         newest[name] = prices.find(name, region, as_of)  # its error says what is known
     types = pd.DataFrame(map(asdict, newest.values())).set_index("instance_type").sort_index()
+    families = types.index.str.extract(r"^ml\.([^.]+)\.", expand=False)
+    retired = _retired(as_of)
+    types["retired"] = [retired.get(family, "") for family in families]
+    asked_for = types.index.isin([instance_type, *(cores or {})])
+    types = types[asked_for | (types["retired"] == "")]
     if types["gpus"][instance_type] == 0:
         raise ValueError(
             f"{instance_type} has no GPU, but the question is whether accelerators wait for CPUs: "
@@ -161,6 +167,12 @@ def instance_types(
     return types.assign(speed=speed.round(3))  # as printed, so that it can be recomputed
 
 
+def _retired(as_of: str | None) -> dict[str, str]:
+    """Read which families AWS no longer offers on that day (None: today), and since when."""
+    since = pd.read_csv(Path(__file__).with_name("retired.csv"), index_col="family")["since"]
+    return {family: day for family, day in since.items() if as_of is None or day <= as_of}
+
+
 def predict(measured: Measured, types: pd.DataFrame, data_hosts_only: bool = False) -> pd.DataFrame:
     """Apply the formula to larger instances of the family and to all kinds of data hosts.
 
@@ -174,52 +186,87 @@ def predict(measured: Measured, types: pd.DataFrame, data_hosts_only: bool = Fal
         rows as each further host makes it faster, up to MOST_DATA_HOSTS.
     """
     trainer = types.loc[measured.instance_type]
-    own_cores = measured.count * trainer["cores"]
-    work, data_work = measured.cpu_work(trainer["cores"])
+    work, _ = measured.cpu_work(trainer["cores"])
     floor = 0.0 if isnan(measured.floor_ms) else measured.floor_ms
-    megabits = 0.0 if isnan(measured.mb_per_step) else 8 * measured.mb_per_step
-
-    def row(kind: str, instances: dict[str, int], capacity: str, low: float, high: float) -> dict:
-        return {
-            "instances": " + ".join(f"{n} x {name}" for name, n in instances.items()),
-            "kind": kind,
-            "data hosts": sum(instances.values()) - measured.count,
-            "cores x speed": capacity,
-            "step time (ms)": high if data_hosts_only else low,
-            "at least (ms)": low,
-            "at most (ms)": high,
-            "USD per hour": sum(types["usd_per_hour"][name] * n for name, n in instances.items()),
-        }
-
     trainers, step = {measured.instance_type: measured.count}, measured.step_ms
-    own = f"{measured.count} x {trainer['cores']}"
-    rows = [row("measured", trainers, own, step, step)]
+    capacity = f"{measured.count} x {trainer['cores']}"
+    rows = [_row(measured, types, "measured", trainers, capacity, step, step, step)]
     family = measured.instance_type.rsplit(".", 1)[0] + "."
     larger = (types["gpus"] == trainer["gpus"]) & (types["cores"] > trainer["cores"])
     for name, kind in types[types.index.str.startswith(family) & larger].iterrows():
         step = max(work / (measured.count * kind["cores"] * kind["speed"]), floor)
         capacity = f"{measured.count} x {kind['cores']} x {kind['speed']:.3f}"
-        rows.append(row("scale up", {name: measured.count}, capacity, step, step))
-    for name, kind in types[types.index.str.match(DATA_HOSTS) & (types["cores"] > 0)].iterrows():
+        larger_ones = {name: measured.count}
+        rows.append(_row(measured, types, "scale up", larger_ones, capacity, step, step, step))
+    for name in types[types.index.str.match(DATA_HOSTS) & (types["cores"] > 0)].index:
         before = inf
-        for n in range(1, MOST_DATA_HOSTS + 1):
-            data_cores = n * kind["cores"] * kind["speed"]
-            gbps = min(measured.count * trainer["network_gbps"], n * kind["network_gbps"])
-            limit = max(floor, megabits / gbps)  # Mbit / Gbit/s = ms
-            low = max(work / (own_cores + data_cores), limit)
-            high = max(data_work / data_cores, limit)
-            step = high if data_hosts_only else low
-            if step >= before:
+        for count in range(1, MOST_DATA_HOSTS + 1):
+            row = with_data_hosts(measured, types, name, count, data_hosts_only)
+            if row["step time (ms)"] >= before:
                 break
-            before = step
-            capacity = f"{own} + {n} x {kind['cores']} x {kind['speed']:.3f}"
-            rows.append(row("heterogeneous", {**trainers, name: n}, capacity, low, high))
+            before = row["step time (ms)"]
+            rows.append(row)
     table = pd.DataFrame(rows)
-    cost = table["USD per hour"] / 3600 * table["step time (ms)"]  # ms * 1,000 steps = s
-    table["USD per 1,000 steps"] = cost
-    table["improvement (%)"] = 100 * (1 - cost / cost[0])
-    table["frontier"] = _frontier(table["step time (ms)"], cost)
+    table["frontier"] = _frontier(table["step time (ms)"], table["USD per 1,000 steps"])
     return table
+
+
+def with_data_hosts(
+    measured: Measured,
+    types: pd.DataFrame,
+    data_type: str,
+    count: int,
+    data_hosts_only: bool = False,
+) -> dict[str, Any]:
+    """Apply the formula to the measured cluster with so many data hosts of a type beside it.
+
+    It does so for any number of them, also where fewer would be as fast. The rest as in `predict`.
+
+    Returns:
+        What a row of `predict` has, without the frontier.
+    """
+    trainer, kind = types.loc[measured.instance_type], types.loc[data_type]
+    work, data_work = measured.cpu_work(trainer["cores"])
+    floor = 0.0 if isnan(measured.floor_ms) else measured.floor_ms
+    megabits = 0.0 if isnan(measured.mb_per_step) else 8 * measured.mb_per_step
+    gbps = min(measured.count * trainer["network_gbps"], count * kind["network_gbps"])
+    limit = max(floor, megabits / gbps)  # Mbit / Gbit/s = ms
+    data_cores = count * kind["cores"] * kind["speed"]
+    low = max(work / (measured.count * trainer["cores"] + data_cores), limit)
+    high = max(data_work / data_cores, limit)
+    instances = {measured.instance_type: measured.count, data_type: count}
+    capacity = f"{measured.count} x {trainer['cores']}"
+    capacity += f" + {count} x {kind['cores']} x {kind['speed']:.3f}"
+    step = high if data_hosts_only else low
+    return _row(measured, types, "heterogeneous", instances, capacity, step, low, high)
+
+
+def _row(
+    measured: Measured,
+    types: pd.DataFrame,
+    kind: str,
+    instances: dict[str, int],
+    capacity: str,
+    step_ms: float,
+    low: float,
+    high: float,
+) -> dict[str, Any]:
+    """Describe one cluster: what it is, its step time in ms with both bounds, and its costs."""
+    usd_per_hour = sum(types["usd_per_hour"][name] * n for name, n in instances.items())
+    cost = usd_per_hour / 3600 * step_ms  # ms * 1,000 steps = s
+    now = measured.count * types["usd_per_hour"][measured.instance_type] / 3600 * measured.step_ms
+    return {
+        "instances": " + ".join(f"{n} x {name}" for name, n in instances.items()),
+        "kind": kind,
+        "data hosts": sum(instances.values()) - measured.count,
+        "cores x speed": capacity,
+        "step time (ms)": step_ms,
+        "at least (ms)": low,
+        "at most (ms)": high,
+        "USD per hour": usd_per_hour,
+        "USD per 1,000 steps": cost,
+        "improvement (%)": 100 * (1 - cost / now),
+    }
 
 
 def _frontier(step: pd.Series, cost: pd.Series) -> list[str]:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 
 import boto3
+import nbformat
 import pandas as pd
 import pytest
 from botocore.exceptions import ClientError
@@ -254,6 +255,65 @@ def test_verdict(capsys, arguments, verdict, reason):
     text = run(capsys, command)
     assert re.match(rf"Verdict: {verdict}\b", text)
     assert reason in " ".join(text.split())
+
+
+def test_a_retired_type_is_history_and_never_proposed(monkeypatch, capsys):
+    p3 = prices.find("ml.p3.2xlarge")
+    larger = replace(p3, instance_type="ml.p3.4xlarge", vcpus=16)  # made up, and cheap
+    known = [p3, larger, prices.find("ml.c5.9xlarge", as_of=costs.PUBLISHED_ON)]
+    monkeypatch.setattr(prices, "load", lambda: known)
+    question = "--instance ml.p3.2xlarge --step-ms 1193 --accelerator-ms 150"
+    text = " ".join(run(capsys, question).split())
+    assert text.startswith("Verdict: go heterogeneous - The accelerators need 150.0")
+    assert "AWS retired ml.p3.2xlarge on 2025-12-20 (shared/retired.csv), so none of this" in text
+    assert "p3.4xlarge" not in text
+    text = run(capsys, question + " --as-of 2022-10-27")  # when it was there
+    assert text.startswith("Verdict: scale up: 1 x ml.p3.4xlarge\n") and "retired" not in text
+
+
+def test_retired_is_what_ec2_no_longer_describes():
+    """As moto 5.2.5 has EC2's own list, of all regions; every other type with a price is there."""
+    retired = pd.read_csv(ROOT / "shared" / "retired.csv", index_col="family")
+    assert retired["source"].str.len().min() > 20
+    families = {price.instance_type.split(".")[1] for price in prices.load()}
+    described = {name.split(".")[0] for name in INSTANCE_TYPES}
+    assert families - described == set(retired.index)
+
+
+COMPARISONS = [  # notebook, its data hosts, the prediction in ms
+    ("tf.data.service.sagemaker/hetero-tensorflow-restnet50", "ml.c5.18xlarge", 2, 110),  # floor
+    ("tf.data.service.sagemaker/hetero-tensorflow-restnet50", "ml.c5.4xlarge", 1, 161.5),
+    ("pt.grpc.sagemaker/hetero-pytorch-mnist", "ml.c5.4xlarge", 1, 161.5),  # 96 / (96 + 16 x 1.133)
+]
+
+
+@pytest.mark.parametrize("notebook, cpu, count, predicted_ms", COMPARISONS)
+def test_notebooks_compare_with_what_was_predicted(notebook, cpu, count, predicted_ms, capsys):
+    """Whatever number of data hosts their jobs had: also with more than the advisor considers."""
+    advice = advisor.advise(Measured("ml.p4d.24xlarge", 192, accelerator_ms=110))
+    runs = {
+        "homogeneous": costs.Run({"ml.p4d.24xlarge": 1}, 192),
+        "heterogeneous": costs.Run({"ml.p4d.24xlarge": 1, cpu: count}, 120),
+    }
+    cells = nbformat.read(ROOT / f"{notebook}.ipynb", as_version=4).cells
+    (source,) = [cell.source for cell in cells if "step time: predicted {step" in cell.source]
+    table, size = costs.compare_runs(runs), {"cpu": cpu, "data hosts": count}
+    exec(source, {"advice": advice, "table": table, "SIZE": size, "heterogeneous": 120})
+    said = capsys.readouterr().out
+    assert f"step time: predicted {predicted_ms:.1f} ms, measured 120.0 ms" in said
+
+
+def test_predicts_data_hosts_that_are_no_candidates():
+    advice = advisor.advise(Measured("ml.p4d.24xlarge", 192, accelerator_ms=110))
+    names = set(advice.candidates["instances"])
+    assert "1 x ml.p4d.24xlarge + 2 x ml.c5.18xlarge" not in names  # one is enough
+    found = advice.predict("ml.c5.18xlarge", 2)
+    assert found["step time (ms)"] == 110
+    hourly = prices.find("ml.p4d.24xlarge").usd_per_hour
+    both = hourly + 2 * prices.find("ml.c5.18xlarge").usd_per_hour
+    assert found["improvement (%)"] == pytest.approx(100 * (1 - both * 110 / (hourly * 192)))
+    with pytest.raises(ValueError, match="ml.c5.19xlarge is not among the types of this advice"):
+        advice.predict("ml.c5.19xlarge", 1)
 
 
 def test_gpu_preprocessing_breaks_even_where_it_costs_the_same(capsys):

@@ -63,7 +63,7 @@ def endpoint(local) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def quotas() -> Iterator[dict[str, float]]:
     """What Service Quotas answers, which moto does not have; an empty one is a refusal."""
-    yours = {f"ml.{kind} for training job usage": 2.0 for kind in ("g5.xlarge", "c5.4xlarge")}
+    yours = {f"ml.{kind} for training job usage": 2.0 for kind in ("g5.xlarge", "c6i.4xlarge")}
 
     def answer(_: ServiceQuotasResponse) -> ActionResult:
         if not yours:
@@ -200,7 +200,7 @@ def assert_private(page: str) -> None:
 
 def test_a_run_leaves_a_page(repository: Repository):
     group = {"VolumeSizeInGB": 1, "InstanceGroups": [
-        {"InstanceGroupName": "data_group", "InstanceType": "ml.c5.4xlarge", "InstanceCount": 1},
+        {"InstanceGroupName": "data_group", "InstanceType": "ml.c6i.4xlarge", "InstanceCount": 1},
         {"InstanceGroupName": "dnn_group", "InstanceType": "ml.g5.xlarge", "InstanceCount": 1},
     ]}  # fmt: skip
     repository.notebook(HELLO, SDK_JOB, tag="any")
@@ -228,7 +228,7 @@ def test_a_run_leaves_a_page(repository: Repository):
     seconds, more = (job["BillableTimeInSeconds"] for job in jobs)
     usd = seconds * (1.408 + 0.816) / 3600
     together = usd + more * prices.price_per_hour("ml.m5.large") / 3600
-    instances = "1 x ml.g5.xlarge + 1 x ml.c5.4xlarge"
+    instances = "1 x ml.g5.xlarge + 1 x ml.c6i.4xlarge"
     head = subprocess.check_output(["git", "describe", "--always"], cwd=repository.folder)
     page = repository.page()
     for text in (

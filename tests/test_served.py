@@ -1,0 +1,138 @@
+"""What the notebooks ask of AWS can be had, as far as that is known offline: images, instances,
+regions and prices. README's section on them says so, and is read here.
+"""
+
+import json
+import re
+from datetime import date
+from pathlib import Path
+
+import boto3
+import nbformat
+import pandas as pd
+import pytest
+from moto import mock_aws
+from sagemaker.core import image_uris
+
+from shared import costs, prices
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SECTION = re.search(r"^### Images, instances and prices\n(.*?)^## ", README, re.M | re.S)[1]
+AS_FOUND_ON = re.search(r"As found on (\S+),", SECTION)[1]
+REGIONS = sorted(set(re.findall(r"\b[a-z]{2}-[a-z]+-\d\b", SECTION.split("**Regions:**")[1])))
+NOTEBOOKS = {
+    "PyTorch": ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb",
+    "TensorFlow": ROOT / "tf.data.service.sagemaker" / "hetero-tensorflow-restnet50.ipynb",
+}
+TARGETS = [(name, target) for name in NOTEBOOKS for target in ("aws", "aws-small")]
+
+
+@pytest.fixture(autouse=True)
+def snapshot_only(monkeypatch, tmp_path):
+    """Prices are those of prices.csv, whatever this user has got from AWS."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def requests(name: str, target: str) -> list[dict]:
+    """What a run of the notebook asks of AWS (tests/test_requests.py compares that with these)."""
+    path = ROOT / "tests" / "requests" / f"{NOTEBOOKS[name].stem}.{target}.json"
+    return json.loads(path.read_text())
+
+
+def instances(request: dict) -> dict[str, int]:
+    """{instance type: count}, those that train first."""
+    return dict(reversed(costs.instances_of(request["ResourceConfig"]).items()))
+
+
+def table() -> dict[tuple[str, str], list[str]]:
+    """README's table: the other cells by the first two. "the same" is what the row above has."""
+    found, above = {}, []
+    for line in re.findall(r"^\| (\w.*) \|$", SECTION, re.M):
+        cells = [cell.strip() for cell in line.split("|")]
+        above = [above[i] if cell == "the same" else cell for i, cell in enumerate(cells)]
+        found[above[0], above[1].strip("`")] = above[2:]
+    return found
+
+
+@pytest.mark.parametrize("name, target", TARGETS)
+def test_readme_says_what_a_run_asks_for(name: str, target: str):
+    image, types, usd, run, quotas = table()[name, target]
+    asked = requests(name, target)
+    (uri,) = {request["AlgorithmSpecification"]["TrainingImage"] for request in asked}
+    assert image.startswith(f"`{uri.partition('/')[2]}`, ")
+    largest = instances(asked[-1])
+    assert types == " + ".join(f"{count} x {kind}" for kind, count in largest.items())
+    assert quotas == ", ".join(f"{count} {kind}" for kind, count in largest.items())
+    dated = dict(re.findall(r"\((\w)\)\s+of\s+(\d{4}-\d\d-\d\d)", SECTION))
+    for part, (kind, count) in zip(usd.split(" + "), largest.items(), strict=True):
+        number, letter = re.fullmatch(r"(?:\d x )?([\d.]+) \((\w)\)", part).groups()
+        price = prices.find(kind)
+        assert part.startswith(f"{count} x ") or count == 1
+        assert (float(number), dated[letter]) == (round(price.usd_per_hour, 3), price.as_of)
+    hourly = [costs.price_per_hour(k) * n for r in asked for k, n in instances(r).items()]
+    assert run == f"USD {sum(hourly) / 6:.2f}, {15 * len(asked)} minutes"
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_readme_has_the_published_pair_as_history(name: str):
+    _, types, usd, *_ = table()[name, "published 2022"]
+    published = costs.PUBLISHED[name]["heterogeneous"].instances
+    assert types == " + ".join(f"{count} x {kind}" for kind, count in published.items())
+    numbers = [float(number) for number in re.findall(r"([\d.]+) \(c\)", usd)]
+    assert numbers == [costs.price_per_hour(k, as_of=costs.PUBLISHED_ON) for k in published]
+
+
+@pytest.mark.parametrize("name, target", TARGETS)
+def test_images_are_patched_or_said_not_to_be(name: str, target: str):
+    _, _, until = table()[name, target][0].partition(", ")
+    if name == "TensorFlow":  # the last with Horovod
+        assert until == "**unpatched**"
+    else:
+        assert date.fromisoformat(until) > date.fromisoformat(AS_FOUND_ON)
+
+
+STORED = sorted((ROOT / "tests" / "requests").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_nothing_is_asked_for_that_aws_has_retired(path: Path):
+    model = boto3.client("sagemaker", region_name="us-east-1").meta.service_model
+    allowed = set(model.shape_for("TrainingInstanceType").enum)
+    retired = set(pd.read_csv(ROOT / "shared" / "retired.csv")["family"])
+    for request in json.loads(path.read_text()):
+        for kind in instances(request):
+            assert kind in allowed and kind.split(".")[1] not in retired
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_region_has_images_and_instances(region: str):
+    """By the SDK's table of accounts, and moto's copy of what EC2 offers (in 2026)."""
+    assert region in boto3.Session().get_available_regions("sagemaker")
+    asked = [request for target in TARGETS for request in requests(*target)]
+    accounts = {r["AlgorithmSpecification"]["TrainingImage"].partition(".")[0] for r in asked}
+    for framework, version in (("pytorch", "2.10"), ("tensorflow", "2.12")):  # the newest it knows
+        uri = image_uris.retrieve(
+            framework, region, version, instance_type="ml.g5.xlarge", image_scope="training"
+        )
+        assert {uri.partition(".")[0]} == accounts
+        assert uri.partition("/")[0].endswith(f".dkr.ecr.{region}.amazonaws.com")
+    with mock_aws():
+        offerings = boto3.client("ec2", region).get_paginator("describe_instance_type_offerings")
+        offered = {
+            f"ml.{offer['InstanceType']}"
+            for page in offerings.paginate(LocationType="region")
+            for offer in page["InstanceTypeOfferings"]
+        }
+    assert {kind for request in asked for kind in instances(request)} <= offered
+
+
+@pytest.mark.parametrize("region, own", [("us-east-1", False), ("eu-west-1", True)])
+def test_data_is_in_the_region_of_the_job(region: str, own: bool):
+    cells = nbformat.read(NOTEBOOKS["PyTorch"], as_version=4).cells
+    (source,) = [cell.source for cell in cells if "SIZES = {" in cell.source]
+    names = {"region": region, "bucket": "mine", "TARGET": "aws-small", "costs": costs}
+    exec(source, names)
+    public = "s3://sagemaker-example-files-prod-us-east-1/datasets/image/MNIST"
+    expected = "s3://mine/digits" if own else public
+    assert {names["SIZES"][target]["data"] for target in ("aws", "aws-small")} == {expected}

@@ -1,0 +1,55 @@
+"""Who interrupts a notebook's cell leaves its job running: the notebooks say how to stop it."""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import boto3
+import nbformat
+import pytest
+from sagemaker.core.training.configs import Compute, InputData, SourceCode
+from sagemaker.train import ModelTrainer
+
+ROOT = Path(__file__).parent.parent
+PYTORCH = ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb"
+TENSORFLOW = ROOT / "tf.data.service.sagemaker" / "hetero-tensorflow-restnet50.ipynb"
+PRINTED = 'To stop it: boto3.client("sagemaker").stop_training_job(TrainingJobName="{name}")'
+
+
+def sources(notebook: Path, cell_type: str) -> list[str]:
+    """The texts of the notebook's cells of one type."""
+    cells = nbformat.read(notebook, as_version=4).cells
+    return [cell.source for cell in cells if cell.cell_type == cell_type]
+
+
+def test_the_sdk_still_says_which_job_it_has_started():
+    assert "_latest_training_job" in ModelTrainer.__private_attributes__, (
+        f"SageMaker's SDK {version('sagemaker')} has no ModelTrainer._latest_training_job, which "
+        "is not public: the notebooks and tests/jobs.py need another way to a job's name."
+    )
+
+
+@pytest.mark.parametrize("notebook", [PYTORCH, TENSORFLOW], ids=lambda path: path.stem)
+def test_notebooks_say_that_an_interrupted_job_goes_on(notebook: Path):
+    (text,) = [text for text in sources(notebook, "markdown") if "**Interrupting" in text]
+    assert "does not stop its job.** It goes on, and on AWS it is billed" in text
+    lines = "\n".join(sources(notebook, "code")).splitlines()
+    (number,) = [i for i, line in enumerate(lines) if "_latest_training_job" in line]
+    assert lines[number + 1].strip() == f"print(f'{PRINTED}')"
+
+
+def test_the_line_that_is_printed_stops_the_job(local, jobs, tmp_path: Path, capsys):
+    (source,) = [text for text in sources(PYTORCH, "code") if "def submit(" in text]
+    names: dict = {"ModelTrainer": ModelTrainer, "InputData": InputData, "boto3": boto3}
+    exec(source[source.index("def submit(") :], names)
+    (tmp_path / "any.py").touch()
+    trainer = ModelTrainer(
+        role=local.role,
+        training_image="any",
+        source_code=SourceCode(source_dir=str(tmp_path), command="exec sleep 100"),
+        compute=Compute(instance_type="ml.c5.xlarge", instance_count=1),
+        base_job_name="test-stopping",
+    )
+    job = names["submit"](trainer)
+    exec(re.search(r"^To stop it: (.*)$", capsys.readouterr().out, re.M)[1], names)
+    assert jobs.wait(job)["TrainingJobStatus"] == "Stopped"
