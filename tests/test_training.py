@@ -238,6 +238,7 @@ def test_run_resumed_after_sigterm_equals_the_uninterrupted_one(local_run, digit
     (tmp_path / "model.pt").unlink()
 
     stopped = start("train_dnn.py", *command)
+    assert stopped.stdout.readline().startswith("torch=")
     assert stopped.stdout.readline().startswith("data_ms_per_sample=")
     assert stopped.stdout.readline() == f"resumed from {tmp_path} at step 50\n"
     stopped.send_signal(signal.SIGTERM)
