@@ -12,7 +12,7 @@ from sagemaker.train import ModelTrainer
 
 ROOT = Path(__file__).parent.parent
 PYTORCH = ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb"
-TENSORFLOW = ROOT / "tf.data.service.sagemaker" / "hetero-tensorflow-restnet50.ipynb"
+NOTEBOOKS = sorted(ROOT.glob("*.sagemaker/*.ipynb"))
 PRINTED = 'To stop it: boto3.client("sagemaker").stop_training_job(TrainingJobName="{name}")'
 
 
@@ -29,7 +29,7 @@ def test_the_sdk_still_says_which_job_it_has_started():
     )
 
 
-@pytest.mark.parametrize("notebook", [PYTORCH, TENSORFLOW], ids=lambda path: path.stem)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_say_that_an_interrupted_job_goes_on(notebook: Path):
     (text,) = [text for text in sources(notebook, "markdown") if "**Interrupting" in text]
     assert "does not stop its job.** It goes on, and on AWS it is billed" in text
