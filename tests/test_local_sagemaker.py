@@ -65,6 +65,13 @@ def test_each_host_sees_what_aws_would_show_it(jobs: Jobs):
     names = [f"algo-{number}" for number in range(1, 7)]
     assert sorted(c["current_host"] for c in configs) == names
     assert any(config["hosts"] != names for config in configs)  # in no particular order
+    in_group_a = [
+        group["hosts"]
+        for config in configs
+        for group in config["instance_groups"]
+        if group["instance_group_name"] == "a"
+    ]
+    assert any(hosts != sorted(hosts) for hosts in in_group_a)
     for config in configs:
         assert sorted(config["hosts"]) == names
         groups = {g["instance_group_name"]: g for g in config["instance_groups"]}

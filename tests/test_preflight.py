@@ -102,6 +102,15 @@ def test_one_host_without_a_group_of_its_own(jobs: Jobs):
     assert row(job, "all-reduce") == ["gloo, alone: works"]
 
 
+@pytest.mark.parametrize("torch", ["raise ImportError('no libcudart.so.13')", "print('{}')[0]"])
+def test_a_framework_that_does_not_load(jobs: Jobs, torch: str):
+    broken = f'pathlib.Path("torch.py").write_text({torch!r})'
+    job = jobs.wait(start(jobs, groups=None, environment={}, before=broken))
+    assert job["TrainingJobStatus"] == "Failed"
+    [sentence] = failures(job)
+    assert re.search(r"the framework does not load \(.*Error: .*\): take another image\.", sentence)
+
+
 NVIDIA_SMI = """
 #!/bin/sh
 [ "$1" = --list-gpus ] && echo "GPU 0: NVIDIA A10G (UUID: GPU-1)" || echo "NVIDIA A10G, 470.1.2"

@@ -94,6 +94,7 @@ def fail(sentence: str) -> None:
 def examine(cluster: Cluster, ports: list[int]) -> dict:
     """This host's part of the table, what failed here, and what other checks need to know."""
     ended_well, output = run([sys.executable, __file__, "framework"])
+    ended_well = ended_well and output.startswith("{")  # else something else was printed last
     seen = json.loads(output) if ended_well else {"name": "does not load", "gpus": 0, "cuda": None}
     names, driver = list_gpus()
     told = max(len(names), int(os.environ.get("SM_NUM_GPUS") or 0))
@@ -110,7 +111,7 @@ def examine(cluster: Cluster, ports: list[int]) -> dict:
     change = "take an image for GPUs"
     if seen["cuda"]:
         change = "take an image with an older CUDA, which this driver supports"
-        if COMPATIBILITY.is_dir():  # in AWS's images, whose entry point would make use of it
+        if COMPATIBILITY.is_dir():  # as in AWS's images
             libraries = f"env LD_LIBRARY_PATH={COMPATIBILITY}:$LD_LIBRARY_PATH"
             change = f"put {libraries} before python in the job's command, or {change}"
     problems = {

@@ -8,8 +8,9 @@ Worker processes prepare them, as those of a `DataLoader` do, which all training
 much as it gets done.) The workers are started by a fork server, never forked from this process: a
 fork of a running gRPC server can deadlock, and would hold its port and connections open after its
 death. Hence, as with a DataLoader's start method "spawn", the Dataset and collate_fn must be
-picklable and the program's main code guarded as above. The Dataset is copied to each worker:
-tensors too, since what they would be shared through, /dev/shm, may be small in a container.
+picklable and the program's main code guarded as above. The Dataset is copied to each worker,
+tensors too, since what they would be shared through, /dev/shm, may be small in a container; so it
+can hold nothing that only processes can share, such as a multiprocessing.Value.
 """
 
 import contextlib
@@ -126,18 +127,22 @@ def work(pickled: bytes, connection: Connection) -> None:
                 pipe.sendall(buffer.numpy())
 
 
-class Worker:
-    """A worker process. Raises TypeError if the batches cannot be sent to it."""
+def pickled(batches: SeededBatches) -> bytes:
+    """Pickle a Dataset and collate_fn, once for all workers. Raises TypeError if that can't be."""
+    try:
+        return pickle.dumps(batches)
+    except (TypeError, AttributeError, RuntimeError, pickle.PicklingError) as error:
+        raise TypeError(f"cannot send the Dataset to worker processes: {error}") from error
 
-    def __init__(self, batches: SeededBatches):
+
+class Worker:
+    """A worker process, for batches that `pickled` holds."""
+
+    def __init__(self, pickled: bytes):
         multiprocessing.util.get_temp_dir()  # else it makes its own, which nobody removes
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.utils.data", __name__])  # imported once for all
         self.connection, its = context.Pipe()
-        try:
-            pickled = pickle.dumps(batches)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise TypeError(f"cannot send the Dataset to worker processes: {error}") from error
         self.process = context.Process(target=work, args=(pickled, its), daemon=True)
         self.process.start()
         its.close()
@@ -235,8 +240,9 @@ class FeedServer:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._worker_kind = Worker if num_workers else NoWorker
+        self._for_workers = pickled(self._batches) if num_workers else self._batches
         self._workers: list[Worker | NoWorker | None] = [
-            self._worker_kind(self._batches) for _ in range(num_workers or 1)
+            self._worker_kind(self._for_workers) for _ in range(num_workers or 1)
         ]
         self._minders = [
             threading.Thread(target=self._mind, args=(i,), daemon=True)
@@ -307,7 +313,7 @@ class FeedServer:
         while len(failures) < 2 and task.is_wanted():
             try:
                 if not self._workers[place]:
-                    self._workers[place] = self._worker_kind(self._batches)
+                    self._workers[place] = self._worker_kind(self._for_workers)
                 return self._workers[place].answer(task.key)
             except Exception as error:
                 self._workers[place] = None

@@ -11,8 +11,9 @@ tells it in the environment which host it is. The host gets
 - its tree at /opt/ml, and nothing in the environment that AWS does not set,
 - processes of its own, 64 MiB of /dev/shm, and no way out of the machine.
 
-With CONTAINER_NAMES_AFTER=30 in the job's environment the others' names resolve 30 s late. Run it
-where namespaces are thrown away with the process that made them: see run.py.
+With CONTAINER_NAMES_AFTER=30 in the job's environment the others' names resolve 30 s late; with
+CONTAINER_LOCALHOST=aws the hostname does, to 127.0.0.1. Run it where namespaces are thrown away with
+the process that made them: see run.sh.
 """
 
 import ctypes
@@ -66,13 +67,15 @@ def mount(*words: str) -> None:
     subprocess.run(["mount", *words], check=True)
 
 
-def show(tree: Path, host: str, addresses: dict[str, str], names_after: float) -> None:
+def show(
+    tree: Path, host: str, addresses: dict[str, str], names_after: float, localhost: str
+) -> None:
     """Change the files that this process's new mount namespace shows."""
     mount("--make-rprivate", "/")
     mount("-t", "tmpfs", "-o", "size=64m", "shm", "/dev/shm")
     mount("--bind", str(tree / "opt" / "ml"), "/opt/ml")
     hosts, resolv = tree / "hosts", tree / "resolv.conf"
-    own = f"127.0.0.1 localhost\n{address(host, addresses)} {host}\n"
+    own = f"127.0.0.1 localhost {localhost}\n{address(host, addresses)} {host}\n"
     others = "".join(f"{address(name, addresses)} {name}\n" for name in addresses if name != host)
     hosts.write_text(own if names_after else own + others)
     resolv.write_text("")
@@ -92,10 +95,11 @@ def main() -> None:
     facts = json.loads(config.read_text())
     config.write_text(json.dumps({**facts, "network_interface_name": "eth0"}))
     names_after = float(environment.pop("CONTAINER_NAMES_AFTER", 0))
+    localhost = environment.pop("CONTAINER_LOCALHOST", "")
 
     unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWNET)
     connect(facts["current_host"], addresses)
-    show(tree, facts["current_host"], addresses, names_after)
+    show(tree, facts["current_host"], addresses, names_after, localhost)
     socket.sethostname("aws")
 
     unshare(CLONE_NEWPID)  # last: the first child is its PID 1, and with that one it ends

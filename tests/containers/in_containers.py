@@ -49,7 +49,10 @@ def needs(*names: str) -> pytest.MarkDecorator:
 def describe(image: str) -> str:
     """An image's URI, without the registry, and the versions in its environment."""
     [packages] = Path(IMAGES[image]).glob("lib/python*/site-packages")
-    versions = {d.name.lower(): d.version for d in metadata.distributions(path=[str(packages)])}
+    versions = {
+        d.name.lower().replace("_", "-"): d.version
+        for d in metadata.distributions(path=[str(packages)])
+    }
     python = subprocess.check_output([f"{IMAGES[image]}/bin/python", "-V"], text=True).strip()
     names = ("torch", "tensorflow-cpu", "horovod", "sagemaker-training")
     parts = [f"{name} {versions[name]}" for name in names if name in versions]
@@ -184,7 +187,6 @@ threading.Thread(target=bother, daemon=True).start()
 @needs(TENSORFLOW_212)
 def test_tensorflow_on_two_hosts_with_a_stranger(completed, tmp_path: Path):
     files = {path.name: path.read_text() for path in (TENSORFLOW / "code").glob("*.py")}
-    files["train_data.py"] += ""
     title, rest = files["train_data.py"].split("import argparse", 1)
     files["train_data.py"] = f"{title}{STRANGER}\nimport argparse{rest}"
     log = completed(
@@ -194,7 +196,8 @@ def test_tensorflow_on_two_hosts_with_a_stranger(completed, tmp_path: Path):
         TWO_AND_TWO,
         hyperparameters={"model": "small", "batch-size": 8, "processes-per-host": 2,
                          "max-steps": 40, "log-every": 10},
-        environment={"HETERO_TOKEN": "a secret", "CONTAINER_NAMES_AFTER": "30"},
+        environment={"HETERO_TOKEN": "a secret", "CONTAINER_NAMES_AFTER": "30",
+                     "CONTAINER_LOCALHOST": "aws"},
         input_data_config=[InputData(channel_name="training", data_source=upload(tmp_path))],
     )  # fmt: skip
     assert "training finished after step 40" in log and "stranger connected" in log
@@ -304,7 +307,9 @@ def test_hello_world_with_an_old_toolkit(completed):
     "name, lines, module",
     [
         pytest.param(PYTORCH, V2, "sagemaker_pytorch_container", marks=needs(PYTORCH)),
-        pytest.param(TENSORFLOW_212, TF_V2, "", marks=needs(TENSORFLOW_212)),
+        pytest.param(
+            TENSORFLOW_212, TF_V2, "sagemaker_tensorflow_container", marks=needs(TENSORFLOW_212)
+        ),
     ],
 )
 def test_lines_for_sdk_v2(
@@ -316,7 +321,10 @@ def test_lines_for_sdk_v2(
     lines: str,
     module: str,
 ):
-    """The request is SDK v2's own, and the image's toolkit starts the launcher."""
+    """The request is SDK v2's own, and the image's toolkit starts the launcher.
+
+    Not here: the image's own entry point, which gives gethostname() another name and calls `train`.
+    """
     folder = tmp_path / "project"
     (folder / "code").mkdir(parents=True)
     for path, text in project(name).items():
@@ -339,8 +347,7 @@ def test_lines_for_sdk_v2(
     ]
     request["OutputDataConfig"]["S3OutputPath"] = f"s3://sdk-v2-{name}/output"
     request["HyperParameters"]["sagemaker_submit_directory"] = '"sourcedir.tar.gz"'
-    if module:
-        request["Environment"]["SAGEMAKER_TRAINING_MODULE"] = f"{module}.training:main"
+    request["Environment"]["SAGEMAKER_TRAINING_MODULE"] = f"{module}.training:main"
     request["AlgorithmSpecification"]["TrainingImage"] = URI[name]
     command = "cd /opt/ml/input/data/source && exec train"
     request["AlgorithmSpecification"]["ContainerEntrypoint"] = ["/bin/bash", "-c", command]

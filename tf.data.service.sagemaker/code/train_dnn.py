@@ -191,7 +191,7 @@ def check_gpus(seen: int) -> None:
         sys.exit(
             f"train_dnn.py: error: the host has {there} GPUs (SM_NUM_GPUS), but TensorFlow sees "
             f"{seen}: driver {driver} does not fit the image's CUDA {cuda}. Take an image with an "
-            "older CUDA."
+            "older CUDA, or its libraries for older drivers (README, On AWS)."
         )
 
 
