@@ -12,8 +12,8 @@ tells it in the environment which host it is. The host gets
 - processes of its own, 64 MiB of /dev/shm, and no way out of the machine.
 
 With CONTAINER_NAMES_AFTER=30 in the job's environment the others' names resolve 30 s late; with
-CONTAINER_LOCALHOST=aws the hostname does, to 127.0.0.1. Run it where namespaces are thrown away with
-the process that made them: see run.sh.
+CONTAINER_LOCALHOST=aws the hostname does, to 127.0.0.1. To be run where namespaces are thrown away
+with the process that made them: see run.sh.
 """
 
 import ctypes
