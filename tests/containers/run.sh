@@ -32,11 +32,15 @@ done
 [ ${#built[@]} -gt 0 ] || exit 0
 
 export CONTAINERS="${built[*]}"
-# Where containers have their tree mounted; removed again where it was not there.
-[ -d /opt/ml ] || { mkdir -p /opt/ml && trap 'rmdir /opt/ml' EXIT; }
+mkdir -p build/opt
 unshare --net --mount --pid --fork --kill-child --mount-proc bash -c '
     ip link set lo up
     ip link add hosts type bridge
     ip link set hosts up
+    # /opt/ml, where containers have their tree, is there for these namespaces only.
+    mount -t tmpfs opt build/opt
+    mkdir build/opt/upper build/opt/work
+    mount -t overlay opt -o lowerdir=/opt,upperdir=build/opt/upper,workdir=build/opt/work /opt
+    mkdir -p /opt/ml
     exec .venv/bin/python -m pytest -q -rs tests/containers/in_containers.py
 '
