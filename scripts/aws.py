@@ -2,7 +2,8 @@
 
     make aws                                  says what it starts and what that costs, then asks
     .venv/bin/python -m scripts.aws --yes     does not ask
-    .venv/bin/python -m scripts.aws --stop    stops the jobs of a run that was killed (kill -9)
+    .venv/bin/python -m scripts.aws --stop    stops the jobs of a run that was killed (kill -9),
+                                              or a run that still goes on, and its jobs
 
 A run that ends in any other way, early or not, stops those of its jobs that still run.
 """
@@ -52,7 +53,7 @@ def main() -> int:
     )
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument(
-        "--stop", action="store_true", help="stop the jobs of a run that was killed"
+        "--stop", action="store_true", help="stop a run and its jobs, also one that was killed"
     )
     options = parser.parse_args()
     BUILD.mkdir(exist_ok=True)
@@ -130,6 +131,9 @@ def print_plan(jobs: list[tuple[str, dict[str, int]]], region: str) -> None:
         f"\nEach job is stopped after {started_jobs.LIMIT_SECONDS // 60} minutes, and then has "
         f"{GRACE_SECONDS // 60} more to end:\nat most USD {total:.2f}, at the prices of "
         f"{prices_of} in shared/prices.csv, without storage and taxes.\n"
+        "If AWS has no instances free for a job of the TensorFlow notebook, that is not billed,\n"
+        "and the notebook tries again, up to six times ten minutes apart: for each of these jobs\n"
+        "the command can take an hour longer.\n"
     )
 
 
@@ -177,13 +181,15 @@ def ask() -> None:
 def run(file: Path, role: str) -> int:
     """Run the notebooks up to the first that fails; return the exit status.
 
-    `file` gets the names of the jobs; it is there for as long as one of them may run.
+    `file` gets the names of the jobs; it is there for as long as one of them may run. `--stop`
+    takes it away, after which the notebooks can start no more of them.
     """
     executed, failure, path = {}, "", NOTEBOOKS[0]
-    file.touch()
+    started = file.open("w+")  # can be read even when the file has gone
     say(f"Should this end without a word (kill -9, no power), stop its jobs yourself: {STOP}")
     for number in SIGNALS:
-        signal.signal(number, interrupt)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+            signal.signal(number, interrupt)
     try:
         for path in NOTEBOOKS:
             say(f"\n{path.relative_to(ROOT)}")
@@ -196,14 +202,15 @@ def run(file: Path, role: str) -> int:
         failure = f"{path.name} failed: {reason(error)}"
         say(f"\n{failure}")
     ignore_signals()
-    names, region = file.read_text().split(), region_of(file)
     stopped_all = stop(file)
-    shown = {path.stem: "\n".join(comparison(notebook)) for path, notebook in executed.items()}
-    page = results.write(region, role.rpartition("/")[2], names, shown, failure)
-    for path, notebook in executed.items():
+    for path, notebook in executed.items():  # before the page, which asks AWS and may fail
         save(notebook, path)
-    say(f"\nThe executed notebooks: {BUILD}\nFor a pull request, once you have read it: {page}")
-    return 1 if failure or not stopped_all else 0
+    say(f"\nThe executed notebooks: {BUILD}")
+    shown = {path.stem: "\n".join(comparison(notebook)) for path, notebook in executed.items()}
+    region, role_name, names = region_of(file), role.rpartition("/")[2], started.read().split()
+    page, failed = results.write(region, role_name, names, shown, failure)
+    say(f"For a pull request, once you have read it: {page}")
+    return 1 if failed or not stopped_all else 0
 
 
 def interrupt(number: int, _: object) -> None:
@@ -221,19 +228,27 @@ def ignore_signals() -> None:
 
 
 def stop(file: Path) -> bool:
-    """Stop the jobs named in `file` that still run, and say which; False if one may run on."""
-    stopped, unsure = started_jobs.stop(file.read_text().split(), region_of(file))
+    """Stop the jobs named in `file` that still run, and say which; False if one may run on.
+
+    From the start, `file` has another name, under which no notebook adds a job to it.
+    """
+    try:
+        file = file.rename(file.with_name(f"aws-jobs.{region_of(file)}.stopped.txt"))
+        names = file.read_text().split()
+    except FileNotFoundError:  # `--stop`, in another process, has stopped them
+        return True
+    stopped, unsure = started_jobs.stop(names, region_of(file))
     for name in stopped:
         say(f"Stopped {name}.")
     for name in unsure:
         say(f"AWS does not answer, so {name} may still run: {STOP}")
     if not unsure:
-        file.unlink()
+        file.unlink(missing_ok=True)
     return not unsure
 
 
 def region_of(file: Path) -> str:
-    """The region is in the name of the file of jobs: aws-jobs.<region>.txt."""
+    """The region is in the name of the file of jobs: aws-jobs.<region>.txt, or .stopped.txt."""
     return file.name.split(".")[1]
 
 

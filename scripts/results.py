@@ -53,8 +53,10 @@ def price_region(instance_types: Iterable[str], region: str) -> str:
 
 def write(
     region: str, role: str, names: Iterable[str], shown: Mapping[str, str], failure: str
-) -> Path:
-    """Write the page of a run to results/; return its path.
+) -> tuple[Path, bool]:
+    """Write the page of a run to results/; return its path, and whether anything failed.
+
+    Each job that has not ended *Completed* is a failure, one that its time limit has cut off too.
 
     Args:
         region: Where the jobs ran.
@@ -70,14 +72,17 @@ def write(
         except ValueError:
             failures.append(f"{name} was not started, or AWS does not answer.")
             continue
-        if reason := jobs[name].get("FailureReason"):
-            failures.append(f"{name}: {reason}")
+        status = jobs[name]["TrainingJobStatus"]
+        if status != "Completed":
+            why = status, jobs[name]["SecondaryStatus"], jobs[name].get("FailureReason", "")
+            failures.append(f"{name}: {', '.join(filter(None, dict.fromkeys(why)))}")
     if failure:
         failures.append(failure)
 
     today = datetime.now(timezone.utc).date()
     page = [f"# {today}, {region}"]
-    page.append("Ended early, see Failures." if failure else "All notebooks ran to their end.")
+    ended = "Ended early" if failure else "All notebooks ran to their end"
+    page.append(f"{ended}, see Failures." if failures else f"{ended}.")
     page.append(
         f"Commit {_commit()}, SageMaker SDK {version('sagemaker')}, "
         f"Python {platform.python_version()}."
@@ -90,7 +95,7 @@ def write(
     paths = (FOLDER / f"{today}-{region}{end}.md" for end in ("", *(f"-{n}" for n in range(2, 99))))
     path = next(path for path in paths if not path.exists())
     path.write_text(redact("\n\n".join(page) + "\n", [role, *buckets]), encoding="utf-8")
-    return path
+    return path, bool(failures)
 
 
 def _commit() -> str:

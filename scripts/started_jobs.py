@@ -3,6 +3,7 @@
 `watch` works in the kernel of the notebook that starts them, `stop` in the process of `make aws`.
 """
 
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,14 +20,23 @@ def watch(file: Path) -> None:
     """Limit each job to LIMIT_SECONDS, and write its name to `file` before it is asked for.
 
     This holds in this process, for the AWS clients of all sessions that are made from now on.
+    Once `file` has gone, the run has been stopped, and every further job is refused.
     """
 
     def before_request(params: dict[str, Any], **_: Any) -> None:
         condition = params.setdefault("StoppingCondition", {})
         asked = condition.get("MaxRuntimeInSeconds", LIMIT_SECONDS)
         condition["MaxRuntimeInSeconds"] = min(asked, LIMIT_SECONDS)
-        with file.open("a") as names:
-            names.write(params["TrainingJobName"] + "\n")
+        name = params["TrainingJobName"]
+        try:
+            with open(file, "a", opener=only_if_it_exists) as names:
+                names.write(name + "\n")
+        except FileNotFoundError:
+            message = f"{name} was not started: this run has been stopped, {file} has gone."
+            raise RuntimeError(message) from None
+
+    def only_if_it_exists(path: str, flags: int) -> int:
+        return os.open(path, flags & ~os.O_CREAT)
 
     event = "before-parameter-build.sagemaker.CreateTrainingJob"
     # What every new session starts with: the SDK and `shared` make sessions of their own.

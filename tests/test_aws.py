@@ -74,6 +74,17 @@ def quotas() -> Iterator[dict[str, float]]:
         yield yours
 
 
+@pytest.fixture(autouse=True)
+def no_signal_is_ignored() -> Iterator[None]:
+    """By the processes that a test starts, even where the tests run with nohup or `&`."""
+    ignored = [n for n in aws.SIGNALS if signal.getsignal(n) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, lambda *_: None)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Repository:
     """A copy of the repository with notebooks of a test's own, in which `make aws` is called."""
 
@@ -139,7 +150,8 @@ def repository(tmp_path: Path, endpoint: str, local) -> Repository:
 
 
 HELLO, PYTORCH, TENSORFLOW = aws.NOTEBOOKS
-
+# A job's log is complete soon after its end if it has a line, and else only after a minute.
+UNTIL_STOPPED = "echo ready; trap 'exit 0' TERM; while true; do sleep 0.1; done"
 
 SDK_JOB = """
 import os
@@ -156,9 +168,9 @@ ModelTrainer(
 """
 
 
-def job(name: str, script: str, **changes) -> str:
+def job(name: str, script: str, seconds: int = 3600, **changes) -> str:
     """Lines of a notebook that start a job which runs the shell script."""
-    asked = request(name, StoppingCondition={"MaxRuntimeInSeconds": 3600}, **changes)
+    asked = request(name, StoppingCondition={"MaxRuntimeInSeconds": seconds}, **changes)
     asked["OutputDataConfig"] = {"S3OutputPath": f"s3://{BUCKET}/output"}
     asked["AlgorithmSpecification"] |= {
         "TrainingImage": f"{ACCOUNT}.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.12-test",
@@ -218,6 +230,7 @@ def test_a_run_leaves_a_page(repository: Repository):
     assert "ml.g5.xlarge for training job usage: 1 (yours: 2)" in output
     # Three times the PyTorch notebook's jobs, each for 22 minutes.
     assert f"at most USD {3 * (3 * 1.408 + 0.816) * 22 / 60:.2f}" in output
+    assert "tries again, up to six times ten minutes apart" in output  # as the notebook does
     assert ACCOUNT not in output
 
     client = boto3.client("sagemaker")
@@ -321,6 +334,52 @@ def test_what_a_killed_run_leaves_can_be_stopped(repository: Repository):
     assert status_of("aws-left") == "InProgress"
     assert repository.run("--stop") == (0, "Stopped aws-left.\n")
     assert status_of("aws-left") in ("Stopping", "Stopped")
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["a job follows", "none follows"])
+def test_a_run_that_goes_on_can_be_stopped(goes_on: bool, repository: Repository):
+    """It starts no more jobs, and leaves its page, which names those that there were."""
+    first, second = f"aws-first-{goes_on}", f"aws-second-{goes_on}"
+    following = [job(second, "echo ready"), wait(second)] if goes_on else []
+    repository.notebook(HELLO, job(first, UNTIL_STOPPED), wait(first), *following)
+    process = repository.start("--yes")
+    wait_until(lambda: is_training(first))
+    assert repository.run("--stop") == (0, f"Stopped {first}.\n")
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1, output
+    assert status_of(second) == ""
+    page = repository.page()
+    assert f"{first}: Stopped" in page
+    assert (f"{second} was not started: this run has been stopped" in page) == goes_on
+    assert (repository.folder / "build" / HELLO.name).exists()
+    assert not list(repository.folder.glob("build/aws-jobs.*"))
+
+
+def test_a_job_that_its_limit_cuts_off_is_a_failure(repository: Repository):
+    repository.notebook(HELLO, job("aws-cut", UNTIL_STOPPED, seconds=2), wait("aws-cut"))
+    status, output = repository.run("--yes")
+    assert status == 1, output
+    page = repository.page()
+    assert "aws-cut: Stopped, MaxRuntimeExceeded" in page
+    assert "All notebooks ran to their end, see Failures." in page
+
+
+def test_nohup_is_respected(repository: Repository):
+    repository.notebook(HELLO, job("aws-nohup", "echo ready; sleep 3"), wait("aws-nohup"))
+    process = repository.start("--yes", before=["nohup"])
+    wait_until(lambda: is_training("aws-nohup"))
+    process.send_signal(signal.SIGHUP)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert status_of("aws-nohup") == "Completed"
+
+
+def test_the_notebooks_are_kept_when_the_page_cannot_be_written(repository: Repository):
+    (repository.folder / "results").rmdir()
+    repository.notebook(HELLO, "print('what it has cost to find out')")
+    status, output = repository.run("--yes")
+    assert status == 1 and f"The executed notebooks: {repository.folder}/build" in output
+    assert "to find out" in (repository.folder / "build" / HELLO.name).read_text()
 
 
 def test_a_job_whose_request_is_on_its_way_is_stopped_too(endpoint: str):
