@@ -25,7 +25,17 @@ from endings import upload_images
 from images import write_records
 from jobs import TWO_GROUPS, Jobs
 from shared import local_sagemaker
-from test_readme import EXAMPLE, TENSORFLOW, TF_FILES, TF_TRAINING, TF_V2, V2, request_of_sdk_v2
+from test_readme import (
+    EXAMPLE,
+    LAUNCHER,
+    TENSORFLOW,
+    TF_FILES,
+    TF_TRAINING,
+    TF_V2,
+    TOY_SCRIPTS,
+    V2,
+    request_of_sdk_v2,
+)
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -358,8 +368,6 @@ def test_lines_for_sdk_v2(
 def project(name: str) -> dict[str, str]:
     """A reader's code/: what the example's README says, with two scripts of the reader's own."""
     if name == PYTORCH:
-        from test_readme import LAUNCHER, TOY_SCRIPTS
-
         files = {"launcher.py": LAUNCHER, **TOY_SCRIPTS}
         runtime = EXAMPLE
     else:
