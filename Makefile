@@ -23,7 +23,8 @@ aws: $(environment) ## run the notebooks on AWS, which costs money: says what, a
 
 bench: $(environment) build/bench/packages/.ready ## measure on this machine, beside others' ways
 	@missed=0; \
-	$(python) benchmarks/feed.py || missed=1; \
+	$(python) benchmarks/transfer.py || missed=1; \
+	$(python) benchmarks/step.py || missed=1; \
 	PYTHONPATH=build/bench/packages $(python) benchmarks/pipeline.py || missed=1; \
 	$(python) benchmarks/cluster.py 1 || missed=1; \
 	exit $$missed
@@ -35,7 +36,7 @@ build/bench/packages/.ready: benchmarks/requirements.txt
 
 soak: $(environment) ## let random things happen to 50 training jobs and to the loader: half an hour and more
 	@$(python) tests/soak.py 0 50
-	@SOAK=1 $(python) -m pytest tests/test_feed_faults.py
+	@SOAK=1 $(python) -m pytest tests/test_feed_hosts.py tests/test_feed_servers.py
 
 lab: $(environment) ## open JupyterLab on the environment
 	@$(python) -m jupyterlab

@@ -7,6 +7,7 @@ DataLoader, and by Ray Data; the consumer does nothing with the batches. All are
 ten times, and the medians compared. benchmarks/README.md says more.
 """
 
+import itertools
 import logging
 import multiprocessing
 import os
@@ -19,12 +20,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "pt.grpc.sagemaker" / "code")]
 
-from feed import TOKEN, free_port, wait_for, write_results  # noqa: E402
+from transfer import TOKEN, at_least_two_cores, free_port, wait_for, write_results  # noqa: E402
 
 from dataset import MnistDataset  # noqa: E402
 
@@ -44,27 +45,30 @@ def make_dataset() -> MnistDataset:
         return MnistDataset(folder, augment=AUGMENT)
 
 
-def loop(loader: DataLoader) -> Iterator:
-    while True:
-        yield from loader
-
-
 def serve_ours(address: str) -> None:
-    from feed_server import serve
+    from feed.server import serve
 
     serve(make_dataset(), address, TOKEN)  # a worker process for each core that it is pinned to
 
 
 def receive_ours(address: str) -> Iterator:
-    from feed_client import FeedLoader
+    from feed.batches import BatchKeys, as_is
+    from feed.client import RemoteBatches, RemoteDataset
 
-    yield from loop(FeedLoader([address], TOKEN, BATCH_SIZE, shuffle=True, drop_last=True))
+    dataset = RemoteDataset([address], TOKEN)
+    keys = BatchKeys(BatchSampler(RandomSampler(dataset), BATCH_SIZE, drop_last=True))
+    loader = DataLoader(RemoteBatches(dataset, keys), batch_size=None, collate_fn=as_is)
+    for epoch in itertools.count():
+        keys.set_epoch(epoch)
+        yield from loader
 
 
 def prepare_with_dataloader() -> Iterator:
     workers = len(os.sched_getaffinity(0))
     options = {"shuffle": True, "drop_last": True, "persistent_workers": True}
-    yield from loop(DataLoader(make_dataset(), BATCH_SIZE, num_workers=workers, **options))
+    loader = DataLoader(make_dataset(), BATCH_SIZE, num_workers=workers, **options)
+    while True:
+        yield from loader
 
 
 class Augment:
@@ -116,6 +120,7 @@ def measure(pipe: Connection, core: int, prepare: Callable, *arguments) -> None:
         while (seconds := time.perf_counter() - start) < SECONDS:
             samples += len(next(batches)[0])
         pipe.send(samples / seconds)
+    batches.close()
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
     os._exit(0)
@@ -123,15 +128,13 @@ def measure(pipe: Connection, core: int, prepare: Callable, *arguments) -> None:
 
 def main() -> None:
     """Measure; print a table; fail if a target is missed."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        sys.exit("Needs two cores: one that prepares, one for the training process.")
+    cores = at_least_two_cores()
     address, spawn = f"127.0.0.1:{free_port()}", multiprocessing.get_context("spawn")
     data_host = spawn.Process(target=pinned, args=(cores[0], serve_ours, address))
     data_host.start()
     wait_for(int(address.split(":")[1]))
     ways = {
-        OURS: (cores[1], receive_ours, address),
+        OURS: (cores[-1], receive_ours, address),
         DATALOADER: (cores[0], prepare_with_dataloader),
         RAY: (cores[0], prepare_with_ray),
     }

@@ -218,7 +218,7 @@ def pytorch_workflow() -> Axes:
             arrow(axes, (left + 30, 294), (left + 30, 306), colour=ORANGE)
             box(axes, left, 307, 61, 24, BLUE, "GPU")
             arrow(axes, (left + 30, 331), (left + 30, 344), colour=BLUE, ends="<|-|>")
-    box(axes, LEFT + 8, 344, 304, 20, PALE_BLUE, "gradients (torchrun)", edge=BLUE)
+    box(axes, LEFT + 8, 344, 304, 20, PALE_BLUE, "gradients (NCCL)", edge=BLUE)
     footer(axes, 451)
     return axes
 

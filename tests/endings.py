@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 from sagemaker.core.training.configs import InputData
 
-from jobs import Jobs
+from jobs import Jobs, texts_in
 
 CODE = Path(__file__).parent.parent / "pt.grpc.sagemaker" / "code"
 GROUPS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
@@ -140,7 +140,7 @@ class Running:
 
 def start(jobs: Jobs, changes: dict | None = None, late: int = 0, **settings) -> Running:
     """Start the example; changes: (old, new) texts by file; late: seconds, of one data host."""
-    files = {path.name: path.read_text() for path in CODE.iterdir() if path.is_file()}
+    files = texts_in(CODE)
     del files["requirements.txt"]  # checking them takes longer than everything else
     for file, (old, new) in [("train_dnn.py", LEISURELY), *(changes or {}).items()]:
         assert files[file].count(old) == 1, (file, old)
@@ -194,8 +194,8 @@ def steps(number: int) -> dict:
 
 
 RAISE = (
-    "            step += 1\n",
-    "            step += 1\n            if (rank, step) == (3, 12):\n"
+    "            at.step += 1\n",
+    "            at.step += 1\n            if (rank, at.step) == (3, 12):\n"
     "                raise ValueError('no number')\n",
 )
 # Not after so many steps: nobody knows how many a machine takes until a data server is back.
@@ -203,10 +203,11 @@ ENOUGH = (
     "            stopping = parallel.any_rank(",
     "            enough = Path(os.environ['SAGEMAKER_BASE_DIR'], 'enough')\n"
     "            if parallel.any_rank(enough.exists(), control):\n"
-    "                last_step = step\n"
+    "                last_step = at.step\n"
     "            stopping = parallel.any_rank(",
 )
 ONE_EACH = {"hyperparameters": {"processes-per-host": 1}}
+TIMEOUT_SOONER = ("timedelta(minutes=15)", "timedelta(seconds=30)")
 JOIN_SOONER = ("JOIN_SECONDS = 600", "JOIN_SECONDS = 20")
 RUNTIME = 60  # seconds; a slow machine needs half of it until training is under way
 AWS_KILLS = 120  # seconds after SIGTERM
@@ -217,17 +218,20 @@ ENDINGS = {
         settings=steps(12), logged="all hosts have signed off",
     ),
     "training script raises": Ending(
-        "Failed", rf"On {DNN}, in train_dnn.py, rank 3 ended with ValueError: no number\.",
-        10, lambda job: job.jobs.wait_for_log(job.name, "ValueError"),
+        "Failed", rf"On {DNN}, rank 3 of train_dnn.py exited with status 1: "
+        r"ValueError: no number\.", 10,
+        lambda job: job.jobs.wait_for_log(job.name, "ValueError"),
         settings={"changes": {"train_dnn.py": RAISE}},
     ),
     "a rank is killed": Ending(
-        "Failed", rf"On {DNN}, in train_dnn.py, rank 3 died without an exception\.", 10,
+        "Failed", rf"On {DNN}, rank 3 of train_dnn.py was killed by signal 9\.", 10,
         lambda job: job.rank(3).kill(),
     ),
-    "a rank hangs, after its first step": Ending(
-        "Failed", rf"On {DNN}, in train_dnn.py, rank 3 no longer runs\.", 45,
+    "a rank hangs": Ending(
+        "Failed", rf"On {DNN}, rank \d of train_dnn.py exited with status 1: RuntimeError: .*"
+        rf" Still running: rank 3 on {DNN}\.", 60,
         lambda job: job.rank(3).suspend(), slow=True,
+        settings={"changes": {"parallel.py": TIMEOUT_SOONER}},
     ),
     "a data server crashes once": Ending(
         "Completed", "", 15, lambda job: (
@@ -240,7 +244,7 @@ ENDINGS = {
     "a data server crashes again and again": Ending(
         "Completed", "", 15, lambda job: (
             job.kill_data_servers([0], times=4),
-            job.finish_training(after="The job goes on without it."),
+            job.finish_training(after="4 times. It is left alone."),
         ),
         settings={"max_runtime_seconds": 600, "changes": {"train_dnn.py": ENOUGH}, **ONE_EACH},
     ),

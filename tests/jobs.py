@@ -37,6 +37,12 @@ jobs = Jobs(session.role, Path(sys.argv[1]))
 _numbers = itertools.count(1)
 
 
+def texts_in(code: Path) -> dict[str, str]:
+    """The files of a folder and its subfolders, by path, without what Python has compiled."""
+    paths = [path for path in code.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {str(path.relative_to(code)): path.read_text() for path in paths}
+
+
 class Jobs:
     """Creates training jobs through the SageMaker SDK, from files given as text or bytes."""
 
@@ -50,6 +56,7 @@ class Jobs:
         code = self.folder / f"code-{next(_numbers)}"
         code.mkdir()
         for name, text in files.items():
+            (code / name).parent.mkdir(exist_ok=True)
             (code / name).write_bytes(text if isinstance(text, bytes) else text.encode())
         if groups is None:
             compute = Compute(instance_type="ml.c5.xlarge", instance_count=1)

@@ -22,14 +22,16 @@ from jobs import Jobs
 from shared import local_sagemaker
 
 AT_ONCE = 4  # jobs that wait for the end of a host that hangs
-LONGEST = 60 + endings.AWS_KILLS + 30  # seconds: noticed, killed, and this machine is busy
+TIMEOUT = 60  # seconds that a rank waits for another one; starting takes half of it here
+TIMEOUT_SOONER = {"parallel.py": ("timedelta(minutes=15)", f"timedelta(seconds={TIMEOUT})")}
+# Seconds: started and noticed, killed, and this machine is busy.
+LONGEST = TIMEOUT + 60 + endings.AWS_KILLS + 30
 ACTIONS = {
     "kill": psutil.Process.kill,
     "terminate": psutil.Process.terminate,
     "hang": psutil.Process.suspend,
 }
-# Of what else hangs, a torchrun, a data worker, a rank that still imports torch, nobody takes
-# notice before MaxRuntimeInSeconds.
+# Of what else hangs, such as a data worker, nobody takes notice before MaxRuntimeInSeconds.
 MAY_HANG = ("launcher.py", "train_dnn.py", "train_data.py")
 
 
@@ -46,7 +48,9 @@ class Attempt:
 def begin(jobs: Jobs, seed: int) -> Attempt:
     """Start a job and let something happen."""
     chance = random.Random(seed)
-    job = endings.start(jobs, hyperparameters={"max-steps": 24}, max_runtime_seconds=900)
+    job = endings.start(
+        jobs, TIMEOUT_SOONER, hyperparameters={"max-steps": 24}, max_runtime_seconds=900
+    )
     environment = job.environment()
     seconds = chance.uniform(0, 20)
     time.sleep(seconds)
@@ -54,7 +58,7 @@ def begin(jobs: Jobs, seed: int) -> Attempt:
     what, host = chance.choice(["stop", *ACTIONS]), ""
     victims = [(name, process) for process in job.processes() if (name := script(process))]
     if what == "hang":
-        victims = [(name, p) for name, p in victims if name in MAY_HANG and is_watched(name, p)]
+        victims = [(name, p) for name, p in victims if name in MAY_HANG]
     if not victims:
         what = "nothing"
     elif what == "stop":
@@ -70,24 +74,12 @@ def begin(jobs: Jobs, seed: int) -> Attempt:
     return Attempt(endings.Begun.of(str(seed), job, environment), what, host, launched)
 
 
-def is_watched(name: str, process: psutil.Process) -> bool:
-    """Whether a process, if it is a rank, is within `pulse.watched`."""
-    if name != "train_dnn.py":
-        return True
-    try:
-        return any(Path(process.environ()["HETERO_PULSES"]).glob(f"{process.pid} *"))
-    except psutil.Error:  # it has just ended
-        return False
-
-
 def script(process: psutil.Process) -> str:
     """The script that a process runs; of Python's own helper processes the module."""
     try:
         words = process.cmdline()
         scripts = [Path(word).name for word in words if word.endswith((".py", ".sh"))]
-        return (
-            "torchrun" if "torch.distributed.run" in words else (scripts or words[-1:] or [""])[0]
-        )
+        return (scripts or words[-1:] or [""])[0]
     except psutil.Error:
         return ""
 

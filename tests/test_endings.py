@@ -1,6 +1,7 @@
 """Every way that a job of the PyTorch example can end: see endings.py for the table."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -35,6 +36,23 @@ def test_ending(jobs: Jobs, waiting: dict, name: str):
 def test_slow_ending(waiting: dict, name: str):
     assert endings.finish(waiting[name]) < ENDINGS[name].seconds
     endings.assert_nothing_left(waiting[name])
+
+
+OTHERWISE = {"a host hangs when the training has just ended": "test_runtime.py"}
+OTHERWISE |= dict.fromkeys(
+    ["Ctrl-C in the notebook", "the notebook's kernel ends (locally)"], "below"
+)
+
+
+def test_every_row_of_the_table_has_an_ending_with_its_reason():
+    text = (endings.CODE.parent / "README.md").read_text().split("## How a job ends")[1]
+    rows = [line.split("|") for line in re.findall(r"^\| (.+)\|$", text, re.M)]
+    reasons = {name.strip(): reason.strip() for name, _, reason, _ in rows[1:]}
+    assert reasons.keys() == ENDINGS.keys() | OTHERWISE.keys()
+    for name, ending in ENDINGS.items():
+        if ending.status == "Failed":
+            said = reasons[name].replace("600 s", "20 s")  # what the test waits
+            assert re.fullmatch(ending.reason, said), name
 
 
 KERNEL = """

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import boto3
 import pytest
 from sagemaker.core.training.configs import InputData
+from torch.utils.data import BatchSampler, DistributedSampler
 
-from jobs import Jobs
+from jobs import Jobs, texts_in
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 ROOT = Path(__file__).parent.parent
@@ -22,20 +24,37 @@ EXAMPLE, TENSORFLOW = ROOT / "pt.grpc.sagemaker", ROOT / "tf.data.service.sagema
 MARK = "# needs AWS"  # in what cannot be run here
 
 
-def python_of(folder: Path) -> list[str]:
-    """The blocks of Python in a folder's README that can be run here."""
-    blocks = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
-    return [block for block in blocks if MARK not in block]
+def blocks_of(folder: Path, language: str, section: str = "") -> list[str]:
+    """What a folder's README, or a section of it, has in a language and can be run here."""
+    text = (folder / "README.md").read_text()
+    if section:
+        text = re.split(r"\n##+ ", text.split(f" {section}\n")[1])[0]
+    found = re.findall(rf"```{language}\n(.*?)```", text, re.S)
+    return [block for block in found if MARK not in block]
 
 
-[LOCAL] = python_of(ROOT)
-LAUNCHER, V3, V2, *LOADER = python_of(EXAMPLE)
-*TF_FILES, TF_RANKS, TF_V2 = python_of(TENSORFLOW)
-RUN = [LOCAL, LAUNCHER, V3, V2, *LOADER, *TF_FILES, TF_RANKS, TF_V2]  # by the tests below
+[LOCAL] = blocks_of(ROOT, "python")
+LAUNCHER, TORCHRUN, V3, V2 = blocks_of(EXAMPLE, "python", "Your own training script")
+SERVE, RESUME = blocks_of(EXAMPLE, "python", "The loader in your own project")
+[DIFF] = blocks_of(EXAMPLE, "diff", "The loader in your own project")
+BEFORE, AFTER = (re.sub(rf"^[{added}].*\n|^.", "", DIFF, flags=re.M) for added in "+-")
+*TF_FILES, TF_RANKS, TF_V2 = blocks_of(TENSORFLOW, "python")
+RUN = [
+    LOCAL,
+    LAUNCHER,
+    TORCHRUN,
+    V3,
+    V2,
+    SERVE,
+    RESUME,
+    *TF_FILES,
+    TF_RANKS,
+    TF_V2,
+]  # by the tests below
 SDK_V2 = Path(sys.prefix) / "sdk-v2"  # put there by scripts/setup.sh
 TOY_SCRIPTS = {
     "serve.py": "import time\nprint('serving', flush=True)\ntime.sleep(100)",
-    "train.py": "import sys\nprint('training with', *sys.argv[1:])",
+    "train.py": "import sys\nprint('training with', *sys.argv[2:])",
 }
 
 
@@ -44,8 +63,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A reader's project, the working directory: code/ with two scripts and what README says."""
     code = tmp_path / "code"
     code.mkdir()
-    for name in ("hetero.py", "pulse.py"):
-        (code / name).write_text((EXAMPLE / "code" / name).read_text())
+    (code / "hetero.py").write_text((EXAMPLE / "code" / "hetero.py").read_text())
     (code / "launcher.py").write_text(LAUNCHER)
     for name, text in TOY_SCRIPTS.items():
         (code / name).write_text(text)
@@ -62,28 +80,71 @@ def count_lines(*texts: str) -> int:
     return len([line for line in "".join(texts).splitlines() if line.strip()])
 
 
-def test_lines_for_the_loader(jobs: Jobs):
-    """In a job with a Dataset and a training step of somebody's own."""
-    assert len(LOADER) == 3 and count_lines(*LOADER) < 30
-    files = {path.name: path.read_text() for path in (EXAMPLE / "code").iterdir()}
-    needed = ["hetero.py", "pulse.py", "batches.py", "wire.py", "dataset_feed.proto"]
-    needed += ["feed_client.py", "feed_server.py", "requirements.txt"]
-    copied = {name: files[name] for name in needed}
-    for text in LOADER:
-        copied[re.match(r"# code/(\w+\.py)\n", text)[1]] = text
-    copied["my_data.py"] = (
-        "class MyDataset(list):\n    def __init__(self): super().__init__(range(640))"
-    )
-    copied["my_training.py"] = "def train_step(batch): print('sum', batch.sum().item())"
+MY_PROJECT = {
+    "my_data.py": """
+import torch
+
+class MyDataset(list):
+    def __init__(self): super().__init__(torch.arange(640))
+""",
+    "my_training.py": "def train_step(batch): print('batch', *batch.tolist(), flush=True)",
+}
+
+
+def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
+    """A training script and Dataset of somebody's own: moved over, it has the same batches."""
+    assert count_lines(LAUNCHER, SERVE) < 16
+    assert len(re.findall(r"^\+(?!.*import)", DIFF, re.M)) == 4
+    for name, text in {**MY_PROJECT, "train.py": BEFORE}.items():
+        (tmp_path / name).write_text(text)
+    before = subprocess.check_output([sys.executable, "train.py"], cwd=tmp_path, text=True)
+
+    files = texts_in(EXAMPLE / "code")
+    copied = {name: text for name, text in files.items() if name.startswith("feed/")}
+    copied |= {name: files[name] for name in ("hetero.py", "requirements.txt")}
+    copied |= {"launcher.py": LAUNCHER, "serve.py": SERVE, "train.py": AFTER, **MY_PROJECT}
     groups = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)}
     command, environment = "exec python launcher.py", {"HETERO_TOKEN": "a secret"}
     job = jobs.run(copied, command, groups, environment=environment)
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     log = jobs.log(job["TrainingJobName"])
     assert not any("a secret" in line for line in log)  # the token
-    sums = [int(line.split()[1]) for line in log if line.startswith("sum")]
-    assert len(sums) == 30 and sum(sums) == 3 * sum(range(640))
-    assert len(set(sums)) > 20  # shuffled, otherwise in each epoch
+    batches = [line for line in log if line.startswith("batch")]
+    assert batches == before.splitlines() and len(batches) == 30
+    assert len({*batches}) == 30  # shuffled, otherwise in each epoch
+
+
+def test_lines_for_torchrun(jobs: Jobs):
+    """Four ranks, which torchrun starts on two hosts."""
+    first, replacement = TORCHRUN.split("\n", 1)
+    assert first == "# code/launcher.py, instead of train = ..."
+    launcher, count = re.subn(r"train = .*\n", lambda _: replacement, LAUNCHER)
+    assert count == 1
+    train = "import torch\nimport torch.distributed as dist\n"
+    train += "dist.init_process_group('gloo')\nranks = [None] * dist.get_world_size()\n"
+    train += "dist.all_gather_object(ranks, dist.get_rank())\nprint('ranks', *ranks)\n"
+    files = {**TOY_SCRIPTS, "train.py": train, "launcher.py": launcher}
+    files["hetero.py"] = (EXAMPLE / "code" / "hetero.py").read_text()
+    groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 2)}
+    environment = {"HETERO_TOKEN": "a secret"}
+    job = jobs.run(files, "exec python launcher.py", groups, environment=environment)
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    log = "\n".join(jobs.log(job["TrainingJobName"]))
+    assert log.count("ranks 0 1 2 3") == 4
+
+
+def test_lines_that_resume_on_another_number_of_ranks():
+    """Three ranks have begun an epoch: what they have left is shared out to two."""
+    dataset, samples_done, keys = range(1000), 3 * 2 * 64, SimpleNamespace()
+    three = [DistributedSampler(dataset, 3, rank) for rank in range(3)]
+    seen = [i for sampler in three for i in list(sampler)[: samples_done // 3]]
+    names = {"DistributedSampler": DistributedSampler, "BatchSampler": BatchSampler, "keys": keys}
+    names |= {"everyones": DistributedSampler(dataset, 1, 0), "samples_done": samples_done}
+    for rank in range(2):
+        exec(RESUME, {**names, "world_size": 2, "rank": rank})
+        assert [len(batch) for batch in keys.batch_sampler] == [64] * 4  # and 52 are left
+        seen += [i for batch in keys.batch_sampler for i in batch]
+    assert len({*seen}) == len(seen)
 
 
 def test_lines_for_sdk_v3(jobs: Jobs, project: Path):
@@ -199,7 +260,7 @@ def run_tensorflow(jobs: Jobs, folder: Path, launcher: str, steps: int = 1000) -
     copied = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
     copied["launcher.py"], copied["my_training.py"] = launcher, TF_TRAINING
     copied["train.py"] = copied["train.py"].replace("range(1000)", f"range({steps})")
-    for name in ("hetero.py", "pulse.py", "ranks.py"):
+    for name in ("hetero.py", "ranks.py"):
         copied[name] = (TENSORFLOW / "code" / name).read_text()
     job = jobs.run(
         copied,
@@ -224,9 +285,8 @@ def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path):
 
 def test_lines_for_tensorflow_on_several_gpus(jobs: Jobs, tmp_path: Path):
     first, replacement = TF_RANKS.split("\n", 1)
-    assert first == "# code/launcher.py, instead of train = ..."
-    launcher, count = re.subn(r"    train = .*\n", lambda _: replacement, TF_FILES[0])
-    assert count == 1
+    assert first == "# code/launcher.py, instead of train = ... and of hetero.run(...)"
+    launcher = re.sub(r"    train = .*\n(.*\n)*", lambda _: replacement, TF_FILES[0])
     assert len(run_tensorflow(jobs, tmp_path, launcher, steps=20)) == 2 * 20
 
 

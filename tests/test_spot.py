@@ -15,9 +15,9 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 STEPS = 24
 # What each rank trains on in each step, in the log: written at once, or ranks would mix lines.
 TELL_BATCHES = (
-    "            step += 1\n",
-    "            step += 1\n            import zlib\n"
-    "            print(f'{rank=} {step=} batch={zlib.crc32(images.numpy())}\\n', end='')\n",
+    "            at.step += 1\n",
+    "            at.step += 1\n            import zlib\n"
+    "            print(f'{rank=} step={at.step} batch={zlib.crc32(images.numpy())}\\n', end='')\n",
 )
 
 

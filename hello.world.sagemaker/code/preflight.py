@@ -55,7 +55,7 @@ class Cluster:
         local = json.loads(os.environ.get("LOCAL_SAGEMAKER", "{}"))
         self.addresses: dict[str, str] = local.get("addresses", {})
         base_port = local.get("base_port", 7710)  # as in hetero.py
-        # The launchers' leader; torchrun's master or Horovod's rendezvous; the data hosts.
+        # The launchers' leader; rank 0's store or Horovod's rendezvous; the data hosts.
         self.ports = [base_port, base_port + 1, base_port + 2]
         self.here, self.interface = config["current_host"], config["network_interface_name"]
         self.groups: dict[str, str] = {}  # host -> its group
@@ -472,7 +472,7 @@ def main() -> None:
     ports.close(cluster.ports[1])  # for the all-reduce
     for source in [host for host in checks[-1] if host not in cluster.training]:
         for host in cluster.training:
-            # From the port that the system gave, as batches come from such ones.
+            # From the port that the system gave, as tf.data.service's batches come from such ones.
             mine = pull(cluster, source, opened[source][-1:]) if cluster.here == host else {}
             checks.append(team.exchange(mine))
     checks.append(team.exchange(all_reduce(cluster, facts)))

@@ -140,16 +140,6 @@ class SyntheticLoader:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return itertools.repeat(self.batch, self.length)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: all epochs are alike."""
-
-    def state_dict(self) -> dict:
-        """Return nothing: all batches are alike."""
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Do nothing: there is no place to resume at."""
-
 
 def milliseconds_per_sample(dataset: Dataset, samples: int = 128) -> float:
     """Measure the CPU time of one sample of `dataset`, collated into a batch, on one core.

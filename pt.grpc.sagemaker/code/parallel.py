@@ -10,6 +10,7 @@ a checkpoint has the whole state. A single process joins nobody: it calls the sa
 """
 
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ try:
 except ImportError:
     fully_shard = None  # an older PyTorch
 
-PARALLELISMS = ("ddp", "fsdp")
+# How long a rank waits for another one, and so how long one that hangs goes unnoticed: more
+# than a checkpoint takes, or the loader, which gives a batch that hangs up after twice 300 s.
+TIMEOUT = timedelta(minutes=15)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0, {} on the others
 
 
@@ -39,11 +42,23 @@ def join_ranks(device: torch.device, parallelism: str) -> dist.ProcessGroup:
     Returns a second group, over gloo, for the few words that ranks exchange on CPUs.
     """
     if parallelism == "fsdp" and fully_shard is None:
-        sys.exit(f"Parallelism fsdp needs PyTorch 2.6 or newer; this is {torch.__version__}.")
-    dist.init_process_group(choose_backend(device, parallelism))
+        sys.exit(
+            f"parallel.py: error: fsdp needs PyTorch 2.6 or newer; this is {torch.__version__}."
+        )
+    dist.init_process_group(choose_backend(device, parallelism), timeout=TIMEOUT)
     if parallelism == "fsdp" and device.type == "cpu" and not gloo_averages():
-        sys.exit(f"Parallelism fsdp needs GPUs with PyTorch {torch.__version__}: use ddp.")
-    return dist.new_group(backend="gloo")
+        sys.exit(f"parallel.py: error: fsdp needs GPUs with PyTorch {torch.__version__}: use ddp.")
+    return dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+
+def leave_ranks(control: dist.ProcessGroup | None) -> None:
+    """Part with the other ranks, when all have come so far.
+
+    Rank 0 has the store by which they find each other, so it must not be the first to go.
+    """
+    if control is not None:
+        dist.barrier(control)
+        dist.destroy_process_group()
 
 
 def gloo_averages() -> bool:

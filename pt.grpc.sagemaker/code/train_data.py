@@ -4,21 +4,19 @@ It serves until it gets SIGTERM, and only clients that know the token in the env
 HETERO_TOKEN.
 """
 
-import argparse
 import os
 import sys
 
+import arguments
 from dataset import MnistDataset, milliseconds_per_sample
-from feed_server import serve
+from feed.server import serve
 
 
 def main() -> None:
     """Read the data set, print what a sample costs, and serve."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments.parser(fail=lambda message: sys.exit(f"train_data.py: error: {message}"))
     parser.add_argument("--train-dir", required=True, help="folder of the MNIST files")
-    parser.add_argument("--augment", type=int, default=0, help="how finely it is computed; 0: none")
     parser.add_argument("--bind", required=True, metavar="HOST:PORT", help="address to serve at")
-    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
     args = parser.parse_args()
     token = os.environ.get("HETERO_TOKEN")
     if not token:
@@ -30,7 +28,7 @@ def main() -> None:
         cost = milliseconds_per_sample(dataset)
         print(f"data_ms_per_sample={cost:.3f} workers={workers}", flush=True)
         serve(dataset, args.bind, token, num_workers=workers)
-    except (OSError, ValueError) as error:  # a missing file, an address in use
+    except (OSError, RuntimeError, ValueError) as error:  # a missing file, an address in use
         sys.exit(f"train_data.py: error: {error}")
 
 

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # Data workers share the cores with training threads, so these must sleep while they wait for each
@@ -25,49 +26,30 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
+import arguments
 import parallel
-import pulse
-from batches import LocalLoader
 from dataset import MnistDataset, SyntheticLoader, milliseconds_per_sample
-from feed_client import FeedLoader
+from feed.batches import BatchKeys, SeededBatches, as_is
+from feed.client import RemoteBatches, RemoteDataset
 from model import build
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; what doesn't fit together ends the program with a sentence."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.error = lambda message: sys.exit(f"train_dnn.py: error: {message}")
+    parser = arguments.parser(fail=lambda message: sys.exit(f"train_dnn.py: error: {message}"))
     add = parser.add_argument
-    add("--data-mode", choices=["local", "service", "synthetic"], default="local")
     add("--data-hosts", default="", metavar="HOST:PORT,...", help="data hosts (service)")
     add("--train-dir", help="folder of the training files (local)")
     add("--test-dir", help="folder of the test files; evaluates at the end if given")
-    add("--model", default="mnist", help="mnist or small")
-    add("--parallelism", choices=parallel.PARALLELISMS, default="ddp", help="of several ranks")
-    add("--augment", type=int, default=0, help="how finely it is computed (local)")
-    add("--batch-size", type=int, default=128, help="samples per step of each rank")
-    add("--epochs", type=int, default=1)
-    add("--max-steps", type=int, default=0, help="stop after this many steps; 0: no limit")
-    add("--lr", type=float, default=1e-3, help="learning rate of Adam")
-    add("--seed", type=int, default=0)
-    add("--workers", type=int, default=0, help="data processes (local); 0: by cores")
-    add("--log-every", type=int, default=10, metavar="STEPS")
     add("--model-dir", type=Path, default=Path("model"), help="where model.pt is written")
     add("--checkpoint-dir", type=Path, help="where checkpoint.pt is written, and looked for")
-    add("--checkpoint-every", type=int, default=100, metavar="STEPS")
     args = parser.parse_args()
 
     args.data_hosts = [host for host in args.data_hosts.split(",") if host]
+    args.data_mode = args.data_mode or ("service" if args.data_hosts else "local")
     args.token = os.environ.get("HETERO_TOKEN", "")
-    for name in ("batch_size", "epochs", "log_every", "checkpoint_every"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
-    if args.max_steps < 0:
-        parser.error("--max-steps must be 0, which is no limit, or more")
-    if not 0 <= args.seed < 2**32:
-        parser.error("--seed must be from 0 to 2**32 - 1")
     if args.data_mode == "local" and not args.train_dir:
         parser.error("--data-mode local needs --train-dir, the folder of the training files")
     if args.data_mode == "service" and not args.data_hosts:
@@ -76,90 +58,40 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("the environment variable HETERO_TOKEN must hold the job's token")
     if args.data_mode == "synthetic" and not args.max_steps:
         parser.error("--data-mode synthetic has no end of its own: say how many --max-steps")
+    if args.data_mode == "synthetic":  # a run is one epoch, and so is what it goes on with later
+        args.epochs = args.max_steps
     return args
 
 
 def main() -> None:
     """Train, and save the model."""
     args = parse_arguments()
-    # The job's log shows each line at once, and whole: ranks, which torchrun runs with `python -u`,
-    # would write its end by itself.
-    sys.stdout.reconfigure(line_buffering=True, write_through=False)
-
-    # torchrun tells each process its place among the others; without it there is just this one.
-    rank = int(os.environ.get("RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cores = max(1, len(os.sched_getaffinity(0)) // local_world_size)
-    torch.set_num_threads(cores)
-    check_gpus()
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    if rank == 0:
-        print(f"torch={torch.__version__} cuda={torch.version.cuda} device={device.type}")
-
-    torch.manual_seed(args.seed)  # the same initial weights in every run
-    try:
-        model = build(args.model)
-        # Without a GPU, a data worker on a single core would only take turns with the training.
-        workers = args.workers or (0 if cores == 1 and device.type == "cpu" else cores)
-        loader = build_loader(args, rank, world_size, workers, device)
-        test_set = MnistDataset(args.test_dir, train=False) if args.test_dir else None
-    except (OSError, ValueError) as error:  # a missing file, a data host that can't be reached
-        sys.exit(f"train_dnn.py: error: {error}")
+    # Who starts the ranks tells each its place among the others; else there is just this one.
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = set_up(args.seed)
+    model, dataset, test_set = load(args, device)
+    # The keys say which samples are in which batch, for the loader of either mode.
+    sampler = DistributedSampler(dataset, world_size, rank, seed=args.seed)
+    keys = BatchKeys(BatchSampler(sampler, args.batch_size, drop_last=False), args.seed)
+    loader = build_loader(args, dataset, keys, device)
 
     control = parallel.join_ranks(device, args.parallelism) if world_size > 1 else None
     model = parallel.share_model(model, args.parallelism, device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-
     # From here on SIGTERM ends the current step, saves a checkpoint, and only then ends the run.
-    stop_requested = threading.Event()
+    stop_requested, stopping = threading.Event(), False
     signal.signal(signal.SIGTERM, lambda *_: stop_requested.set())
+    checkpoint = Checkpoint(args.checkpoint_dir, model, optimizer, control)
+    at = checkpoint.load()
+    first_step, last_step = at.step, args.max_steps or float("inf")
+    log = StepLog(args.log_every)
 
-    # Rank 0 has the checkpoint, if there is one; all ranks continue from it, and there may be more
-    # or fewer of them than those that wrote it.
-    first_step = first_epoch = 0
-    checkpoint = load_checkpoint(args.checkpoint_dir) if rank == 0 else None
-    state = checkpoint.pop("state") if checkpoint else {}
-    checkpoint = parallel.from_rank_0(checkpoint, control)
-    if checkpoint:
-        first_step, first_epoch = checkpoint["step"], checkpoint["epoch"]
-        parallel.load_state(model, optimizer, state)
-        loader.load_state_dict(checkpoint["loader"])
-        if rank == 0:
-            print(f"resumed from {args.checkpoint_dir} at step {first_step}")
-    del checkpoint, state
-
-    def save_checkpoint() -> None:
-        if args.checkpoint_dir:
-            state = parallel.whole_state(model, optimizer)  # from all ranks
-            if rank == 0:
-                progress = {"step": step, "epoch": epoch, "loader": loader.state_dict()}
-                save({**progress, "state": state}, args.checkpoint_dir / "checkpoint.pt")
-
-    def log() -> None:
-        if rank == 0:
-            print(f"step={step} epoch={epoch + 1} {interval.summary(world_size)}")
-
-    # The clock starts after the first step, which pays for start-up: connections, worker processes,
-    # CUDA kernels, the first batch's way through an empty pipeline.
-    step, interval = first_step, Interval()
-    last_step = args.max_steps or float("inf")
-    stopping = False
     model.train()
-    for epoch in range(first_epoch, args.epochs):
-        if stopping or step >= last_step:
-            break
-        loader.set_epoch(epoch)
-        wait_start = time.perf_counter()
-        for images, labels in loader:
-            interval.data_wait += time.perf_counter() - wait_start
-
+    while at.epoch < args.epochs and at.step < last_step and not stopping:
+        begin_epoch(keys, sampler, at, args.batch_size)
+        for images, labels in log.waited_for(loader):
             # Dropout depends on seed, step and rank only, so that a resumed run repeats it.
-            torch.manual_seed((args.seed * 1_000_003 + step) * world_size + rank)
+            torch.manual_seed((args.seed * 1_000_003 + at.step) * world_size + rank)
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             optimizer.zero_grad()
@@ -167,45 +99,113 @@ def main() -> None:
             loss.backward()
             optimizer.step()
 
-            step += 1
-            interval.add(len(labels), loss)
-            if step == first_step + 1:
-                loss.item()  # waits until the GPU has done it
-                pulse.first_step_done()
-                if rank == 0 and world_size > 1:
-                    print(parallel.describe(model, optimizer, args.parallelism))
-                interval = Interval()
-            elif step % args.log_every == 0:
-                log()
-                interval = Interval()
-
+            at.step += 1
+            at.samples_done += world_size * args.batch_size
+            log.add(at, len(labels), loss)
+            if at.step == first_step + 1 and rank == 0 and world_size > 1:
+                print(parallel.describe(model, optimizer, args.parallelism))
             stopping = parallel.any_rank(stop_requested.is_set(), control)
-            if stopping or step >= last_step:
+            if stopping or at.step >= last_step:
                 break
-            if step % args.checkpoint_every == 0:
-                save_checkpoint()
-            wait_start = time.perf_counter()
-        if interval.steps:  # since the last log line
-            log()
-            interval = Interval()
-        save_checkpoint()
+            if at.step % args.checkpoint_every == 0:
+                checkpoint.save(at)
+        log.write(at)
+        if at.samples_done >= len(dataset):
+            at.epoch, at.samples_done = at.epoch + 1, 0
+        checkpoint.save(at)
 
     weights = parallel.whole_weights(model)
-    if world_size > 1:
-        dist.barrier(control)  # when one rank ends, torchrun has little patience with the others
-        dist.destroy_process_group()
-    if stopping and step < last_step:
-        sys.exit(f"training stopped by SIGTERM after step {step}")
+    parallel.leave_ranks(control)
+    if stopping and at.step < last_step:
+        sys.exit(f"training stopped by SIGTERM after step {at.step}")
     if rank == 0:
         save(weights, args.model_dir / "model.pt")
         if test_set:
-            model = build(args.model).to(device)  # the plain one, which needs no other rank
-            model.load_state_dict(weights)
-            print(f"test_accuracy={evaluate(model, test_set, device):.4f}")
-        if step == first_step:
-            print(f"training was complete already: step={step}")
-        else:
-            print(f"training finished after step {step}: loss {loss.item():.4f}")
+            print(f"test_accuracy={evaluate(weights, test_set, args.model, device):.4f}")
+        log.finish(at)
+
+
+@dataclass
+class Progress:
+    """How far the training has come."""
+
+    step: int = 0
+    epoch: int = 0
+    samples_done: int = 0  # of the epoch, by all ranks
+
+
+class Checkpoint:
+    """The file from which a later run goes on, on any number of ranks; without a folder, none."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        control: dist.ProcessGroup | None,
+    ):
+        self.path = folder / "checkpoint.pt" if folder else None
+        self.model, self.optimizer, self.control = model, optimizer, control
+        self.is_mine = control is None or dist.get_rank() == 0
+
+    def load(self) -> Progress:
+        """Continue all ranks from the file, which only rank 0 needs to have."""
+        saved = None
+        if self.is_mine and self.path and self.path.exists():
+            saved = torch.load(self.path, map_location="cpu", weights_only=True)
+        state = saved.pop("state") if saved else {}
+        saved = parallel.from_rank_0(saved, self.control)
+        if not saved:
+            return Progress()
+        parallel.load_state(self.model, self.optimizer, state)
+        if self.is_mine:
+            print(f"resumed from {self.path.parent} at step {saved['step']}")
+        return Progress(**saved)
+
+    def save(self, at: Progress) -> None:
+        """Write the file; all ranks must call this."""
+        if self.path:
+            state = parallel.whole_state(self.model, self.optimizer)
+            if self.is_mine:
+                save({**asdict(at), "state": state}, self.path)
+
+
+def begin_epoch(
+    keys: BatchKeys, sampler: DistributedSampler, at: Progress, batch_size: int
+) -> None:
+    """Have the next batches be those that are left of the epoch."""
+    first_batch, rest = divmod(at.samples_done, sampler.num_replicas * batch_size)
+    keys.batch_sampler = BatchSampler(sampler, batch_size, drop_last=False)
+    if rest:  # begun with batches of other sizes: what all ranks have left is shared out anew
+        everyones = DistributedSampler(sampler.dataset, 1, 0, seed=sampler.seed)
+        everyones.set_epoch(at.epoch)
+        left = list(everyones)[at.samples_done :]
+        mine = DistributedSampler(left, sampler.num_replicas, sampler.rank, shuffle=False)
+        keys.batch_sampler = BatchSampler([left[i] for i in mine], batch_size, drop_last=False)
+        first_batch = 0
+    keys.set_epoch(at.epoch, first_batch)
+
+
+def cores_of_this_rank() -> int:
+    """How many of the host's cores are for this rank."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def set_up(seed: int) -> torch.device:
+    """Make this process ready; return its GPU, or else the CPU, with threads for its cores."""
+    # The job's log shows each line at once, and whole: ranks, which torchrun runs with `python -u`,
+    # would write its end by itself.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    check_gpus()
+    torch.set_num_threads(cores_of_this_rank())
+    torch.manual_seed(seed)  # the same initial weights in every run
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"torch={torch.__version__} cuda={torch.version.cuda} device={device.type}")
+    return device
 
 
 def check_gpus() -> None:
@@ -227,28 +227,68 @@ def check_gpus() -> None:
         )
 
 
+def count_workers(args: argparse.Namespace, device: torch.device) -> int:
+    """How many processes prepare this rank's batches in local mode."""
+    # Without a GPU, one on a single core would only take turns with the training.
+    cores = cores_of_this_rank()
+    return args.workers or (0 if cores == 1 and device.type == "cpu" else cores)
+
+
+def load(
+    args: argparse.Namespace, device: torch.device
+) -> tuple[torch.nn.Module, Dataset, Dataset | None]:
+    """Return the model, and the Datasets to train on and, if there is one, to test with."""
+    try:
+        model, dataset = build(args.model), build_dataset(args, device)
+        return model, dataset, MnistDataset(args.test_dir, train=False) if args.test_dir else None
+    except (OSError, ValueError) as error:  # a missing file, a data host that can't be reached
+        sys.exit(f"train_dnn.py: error: {error}")
+
+
+def build_dataset(args: argparse.Namespace, device: torch.device) -> Dataset:
+    """Return the Dataset, whose samples are pairs: an image (1, 28, 28), and its label."""
+    if args.data_mode == "synthetic":
+        return range(args.batch_size)
+    if args.data_mode == "service":
+        return RemoteDataset(args.data_hosts, args.token)
+    dataset = MnistDataset(args.train_dir, augment=args.augment)
+    workers = count_workers(args, device)
+    check_shared_memory(dataset[0][0].nbytes * args.batch_size, workers)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"data_ms_per_sample={milliseconds_per_sample(dataset):.3f} workers={workers}")
+    return dataset
+
+
 def build_loader(
-    args: argparse.Namespace, rank: int, world_size: int, workers: int, device: torch.device
-) -> LocalLoader | FeedLoader | SyntheticLoader:
-    """Return this rank's source of batches, each a pair: images (N, 1, 28, 28), labels (N,)."""
+    args: argparse.Namespace, dataset: Dataset, keys: BatchKeys, device: torch.device
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the loader of this rank's batches, in the order of the keys."""
     pin_memory = device.type == "cuda"  # lets the copy to the GPU overlap with computing
     if args.data_mode == "synthetic":
-        return SyntheticLoader(args.batch_size, length=args.max_steps, pin_memory=pin_memory)
-    share = {
-        "batch_size": args.batch_size,
-        "shuffle": True,
-        "seed": args.seed,
-        "rank": rank,
-        "world_size": world_size,
-        "pin_memory": pin_memory,
-    }
+        return SyntheticLoader(args.batch_size, args.max_steps, pin_memory)
     if args.data_mode == "service":
-        return FeedLoader(args.data_hosts, args.token, **share)
-    dataset = MnistDataset(args.train_dir, augment=args.augment)
-    check_shared_memory(dataset[0][0].nbytes * args.batch_size, workers)
-    if rank == 0:
-        print(f"data_ms_per_sample={milliseconds_per_sample(dataset):.3f} workers={workers}")
-    return LocalLoader(dataset, num_workers=workers, **share)
+        batches = RemoteBatches(dataset, keys, pin_memory=pin_memory)
+        return DataLoader(batches, batch_size=None, collate_fn=as_is)
+    workers = count_workers(args, device)
+    return DataLoader(
+        SeededBatches(dataset),
+        sampler=keys,
+        batch_size=None,
+        collate_fn=as_is,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        worker_init_fn=outlive_sigterm,
+        pin_memory=pin_memory,
+    )
+
+
+def outlive_sigterm(worker_id: int) -> None:
+    """Let a data worker serve until its rank ends.
+
+    SIGTERM is for the rank, which may need more batches until all ranks have stopped after the same
+    step; but torchrun sends it to the rank's whole process group.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def check_shared_memory(batch_bytes: int, workers: int) -> None:
@@ -267,37 +307,63 @@ def check_shared_memory(batch_bytes: int, workers: int) -> None:
         )
 
 
-@dataclass
-class Interval:
-    """What has been measured since the last log line."""
+class StepLog:
+    """Measures the steps, and prints their means on rank 0, every so many steps."""
 
-    start: float = field(default_factory=time.perf_counter)
-    data_wait: float = 0.0  # seconds
-    steps: int = 0
-    samples: int = 0
-    loss: torch.Tensor | float = 0.0  # sum over the steps; stays on the GPU
+    def __init__(self, every: int):
+        self.every, self.prints = every, os.environ.get("RANK", "0") == "0"
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.last_loss: torch.Tensor | None = None
+        self.restart()
 
-    def add(self, samples: int, loss: torch.Tensor) -> None:
+    def restart(self) -> None:
+        """Forget what has been measured."""
+        self.start, self.data_wait = time.perf_counter(), 0.0
+        self.steps = self.samples = 0
+        self.loss: torch.Tensor | float = 0.0  # sum over the steps; stays on the GPU
+
+    def waited_for(self, batches: Iterable) -> Iterator:
+        """Yield the batches, and measure how long each is waited for."""
+        iterator = iter(batches)
+        while True:
+            start = time.perf_counter()
+            batch = next(iterator, None)
+            if batch is None:
+                return
+            self.data_wait += time.perf_counter() - start
+            yield batch
+
+    def add(self, at: Progress, samples: int, loss: torch.Tensor) -> None:
+        """Count a step."""
+        is_first, self.last_loss = self.last_loss is None, loss.detach()
+        if is_first:  # not measured, as it pays for start-up: connections, worker processes, CUDA
+            loss.item()  # kernels, the first batch's way through an empty pipeline; now it is done
+            return self.restart()
         self.steps += 1
         self.samples += samples
-        self.loss += loss.detach()
+        self.loss += self.last_loss
+        if at.step % self.every == 0:
+            self.write(at)
 
-    def summary(self, world_size: int) -> str:
-        """Return the means as text, for a log that people and regular expressions read."""
-        loss = float(self.loss) / self.steps  # waits for the GPU: only now is the time below true
-        seconds = time.perf_counter() - self.start
-        return (
-            f"loss={loss:.4f} step_time_ms={1000 * seconds / self.steps:.2f} "
-            f"data_wait_ms={1000 * self.data_wait / self.steps:.2f} "
-            f"samples_per_s={world_size * self.samples / seconds:.1f}"
-        )
+    def write(self, at: Progress) -> None:
+        """Print the steps since the last line, if any, for people and regular expressions."""
+        if self.steps and self.prints:
+            loss = float(self.loss) / self.steps  # waits for the GPU: so the time below is true
+            seconds = time.perf_counter() - self.start
+            print(
+                f"step={at.step} epoch={at.epoch + 1} loss={loss:.4f} "
+                f"step_time_ms={1000 * seconds / self.steps:.2f} "
+                f"data_wait_ms={1000 * self.data_wait / self.steps:.2f} "
+                f"samples_per_s={self.world_size * self.samples / seconds:.1f}"
+            )
+        self.restart()
 
-
-def load_checkpoint(folder: Path | None) -> dict | None:
-    """Return the checkpoint in `folder`, or else None."""
-    if folder and (folder / "checkpoint.pt").exists():
-        return torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
-    return None
+    def finish(self, at: Progress) -> None:
+        """Print how far the training has come."""
+        if self.last_loss is None:
+            print(f"training was complete already: step={at.step}")
+        else:
+            print(f"training finished after step {at.step}: loss {self.last_loss.item():.4f}")
 
 
 def save(state: dict, path: Path) -> None:
@@ -309,9 +375,10 @@ def save(state: dict, path: Path) -> None:
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, dataset: MnistDataset, device: torch.device) -> float:
-    """Return the share of the images that `model` gets right."""
-    model.eval()
+def evaluate(weights: dict, dataset: MnistDataset, name: str, device: torch.device) -> float:
+    """Return the share of the images that the plain model, without other ranks, gets right."""
+    model = build(name).to(device).eval()
+    model.load_state_dict(weights)
     correct = 0
     for images, labels in DataLoader(dataset, batch_size=1000):
         predictions = model(images.to(device)).argmax(dim=1).cpu()
@@ -320,5 +387,4 @@ def evaluate(model: torch.nn.Module, dataset: MnistDataset, device: torch.device
 
 
 if __name__ == "__main__":
-    with pulse.watched(f"rank {os.environ.get('RANK', 0)}"):  # the launcher sees it die or hang
-        main()
+    main()

@@ -23,7 +23,7 @@ from sagemaker.core.training.configs import InputData
 
 from endings import upload_images
 from images import write_records
-from jobs import TWO_GROUPS, Jobs
+from jobs import TWO_GROUPS, Jobs, texts_in
 from shared import local_sagemaker
 from test_readme import (
     EXAMPLE,
@@ -157,7 +157,7 @@ def test_notebook(
 @needs(PYTORCH)
 def test_pytorch_on_two_hosts_with_names_that_resolve_late(completed):
     """With more than fits into 64 MiB: a data set as large as MNIST, and batches of 6.4 MB."""
-    files = {path.name: path.read_text() for path in (EXAMPLE / "code").iterdir() if path.is_file()}
+    files = texts_in(EXAMPLE / "code")
     data = upload_images("late", count=60_000)  # 47 MB, as MNIST
     log = completed(
         PYTORCH,
@@ -197,8 +197,8 @@ threading.Thread(target=bother, daemon=True).start()
 @needs(TENSORFLOW_212)
 def test_tensorflow_on_two_hosts_with_a_stranger(completed, tmp_path: Path):
     files = {path.name: path.read_text() for path in (TENSORFLOW / "code").glob("*.py")}
-    title, rest = files["train_data.py"].split("import argparse", 1)
-    files["train_data.py"] = f"{title}{STRANGER}\nimport argparse{rest}"
+    title, rest = files["train_data.py"].split("import arguments", 1)
+    files["train_data.py"] = f"{title}{STRANGER}\nimport arguments{rest}"
     log = completed(
         TENSORFLOW_212,
         files,
@@ -239,7 +239,7 @@ def test_a_gpu_that_the_framework_misses_ends_the_job(
     jobs: Jobs, name: str, example: Path, words: str
 ):
     """SageMaker's own count comes from nvidia-smi, which is not here."""
-    files = {path.name: path.read_text() for path in (example / "code").iterdir() if path.is_file()}
+    files = texts_in(example / "code")
     job = jobs.run(
         files,
         f"export SM_NUM_GPUS=1; {COMMAND}",
@@ -374,5 +374,4 @@ def project(name: str) -> dict[str, str]:
         files = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
         files["my_training.py"] = TF_TRAINING
         runtime = TENSORFLOW
-    copied = {p: (runtime / "code" / p).read_text() for p in ("hetero.py", "pulse.py")}
-    return {**copied, **files}
+    return {"hetero.py": (runtime / "code" / "hetero.py").read_text(), **files}

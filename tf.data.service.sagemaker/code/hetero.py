@@ -1,17 +1,10 @@
 """Runtime of a SageMaker training job over several instance groups. Standard library only.
 
-SageMaker starts the same entry point on every host, and bills until the last host has exited. This
-file gives the entry point, launcher.py, three things:
-
-Topology: `read_cluster()` says which host this is, in which group, and where the others are.
-
-Supervision: `run()` starts this host's process, passes its output on, forwards SIGTERM to the
-training, restarts a data server that ends by itself, and kills what is left.
-
-Completion: all hosts end together. Each launcher has a connection to the leader, on the training
-group's first host, which has training started once all are there, and tells them how the job ends.
-The sentence that says what failed where goes to /opt/ml/output/failure on every host: SageMaker's
-FailureReason. Connections prove that they know the job's token, the environment's HETERO_TOKEN.
+SageMaker starts launcher.py on every host, and bills until the last has exited. `read_cluster()`
+tells it which host this is, and where the others are. `run()` starts the host's training processes
+(ranks), in an environment by which they find each other, or its data server. All hosts are
+connected with the leader, on the training group's first host, which decides when the job ends and
+how: what failed where is written to /opt/ml/output/failure on each, as SageMaker's FailureReason.
 
 The PyTorch example's README lists every way that a job can end.
 """
@@ -19,43 +12,46 @@ The PyTorch example's README lists every way that a job can end.
 import asyncio
 import atexit
 import contextlib
-import hashlib
 import hmac
 import json
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Awaitable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pulse
-
 BASE_DIR = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
-BASE_PORT = 7710  # the leader listens here; launcher.py hands out the ports above it
+TOKEN = os.environ.get("HETERO_TOKEN", "")  # by which the job's hosts know each other
+BASE_PORT = 7710  # the leader's; rank 0's, data servers' and TensorFlow workers' are above it
+MASTER_PORT, SERVER_PORT, WORKER_PORT = 1, 2, 10
 JOIN_SECONDS = 600  # hosts load the image and their data, and not equally fast
-BEAT_SECONDS, LOST_SECONDS = 2, 20  # between signs of life; a launcher without any is lost
-STOP_SECONDS = 5  # from SIGTERM to SIGKILL for what still runs when the job has ended
-SIGTERM_SECONDS = 100  # for the training to end when the job is stopped: SageMaker kills at 120
+HELLO_SECONDS, MOST_STRANGERS = 5, 64  # for connections that have not said who they are
+TICK_SECONDS, BEAT_SECONDS, LOST_SECONDS = 0.05, 2, 20  # a host without signs of life is lost
 RESTARTS, HEALTHY_SECONDS = 3, 60  # of a data server in a row, and when it counts as well again
-SETTLE_SECONDS = 1  # for several hosts to say what they know of a failure
-HANDSHAKE_SECONDS, MOST_STRANGERS = 5, 64
-LONGEST_LINE = 8192  # bytes; of the 1000 characters of a reason each can take 6 in JSON
-# What Python or argparse says last; torchrun's own ChildFailedError comes after that.
-ERROR_LINE = re.compile(
-    r"^(?:\[rank\d+\]: *)?((?!\S*ChildFailed)[\w.]*(?:Error|Exception)\b.*|\S+\.py: error: .*)$",
-    re.MULTILINE,
+# A rank that fails may exit long after others that miss it, and is the better reason. So long is
+# one waited for when a rank has failed by itself, and when it was cut off from another.
+SETTLE_SECONDS, CAUSE_SECONDS = 1, 10
+SIGTERM_SECONDS = 100  # for the ranks to end when the job is stopped: SageMaker kills at 120
+STOP_SECONDS = 5  # from SIGTERM to SIGKILL for what still runs when the job has ended
+GOODBYE_SECONDS = 10  # for all hosts to stop their processes then, and again for all to exit
+LONGEST_LINE = 16384  # bytes; of a reason's characters, 1000 at most, each can take 6 in JSON
+# What Python, argparse or C++ says last; torchrun's own ChildFailedError comes after that.
+ERROR = re.compile(
+    r"(?:\[rank\d+\]: *)?"
+    r"((?!\S*ChildFailed)[\w.]*(?:Error|Exception)\b.*|\S+\.py: error: .*| +what\(\): .*)"
 )
-
-
-# ------------------------------------------------------------------------------------- topology
+# How torch, Horovod and TensorFlow say that another rank is gone, or does not answer.
+CUT_OFF = re.compile(
+    r"(RuntimeError|[\w.]*Dist\w*Error|what\(\)):.*"
+    r"(connection|peer|broken pipe|timed? ?out|timeout|watchdog|remote process|shut ?down)"
+    r"|[\w.]*(HorovodInternal|errors_impl\.(Unknown|Aborted|Unavailable))Error",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -65,8 +61,8 @@ class Cluster:
     host: str
     group: str
     instance_type: str
-    groups: dict[str, list[str]]  # group -> its hosts, by number
     network_interface: str
+    groups: dict[str, list[str]]  # group -> its hosts, by number
     addresses: dict[str, str] = field(default_factory=dict)  # empty on AWS, where names resolve
     base_port: int = BASE_PORT
 
@@ -80,46 +76,42 @@ class Cluster:
         """Where servers on this host listen."""
         return self.addresses.get(self.host, "0.0.0.0")
 
+    @property
+    def server(self) -> str:
+        """Where this host's data server is to listen, HOST:PORT."""
+        return f"{self.bind_address}:{self.base_port + SERVER_PORT}"
+
     def address(self, host: str) -> str:
         """Where `host` can be reached."""
         return self.addresses.get(host, host)
 
-    def group_of(self, host: str) -> str:
-        """The instance group of `host`."""
-        return next(group for group, hosts in self.groups.items() if host in hosts)
+    def servers(self, group: str) -> list[str]:
+        """Where the data servers of a group are reached, each HOST:PORT."""
+        port = self.base_port + SERVER_PORT
+        return [f"{self.address(host)}:{port}" for host in self.groups.get(group, [])]
 
-    def where(self, host: str) -> str:
-        """`host` with its group, for messages."""
-        return f"{host} ({self.group_of(host)})"
+    def where(self, *hosts: str) -> str:
+        """Hosts with their groups, for messages."""
+        group_of = {host: group for group, members in self.groups.items() for host in members}
+        return ", ".join(f"{host} ({group_of[host]})" for host in sorted(hosts))
 
 
 def read_cluster(base_dir: Path = BASE_DIR) -> Cluster:
     """Read resourceconfig.json; a homogeneous job has one group, named homogeneousCluster."""
     config = json.loads((base_dir / "input" / "config" / "resourceconfig.json").read_text())
+    groups = {group["instance_group_name"]: group["hosts"] for group in config["instance_groups"]}
     # The only trace of runs on one machine: loopback addresses and a range of ports for the job.
     local = json.loads(os.environ.get("LOCAL_SAGEMAKER", "{}"))
-    return Cluster(
-        host=config["current_host"],
-        group=config["current_group_name"],
-        instance_type=config["current_instance_type"],
-        groups={
-            group["instance_group_name"]: sorted(group["hosts"], key=lambda h: (len(h), h))
-            for group in config["instance_groups"]
-        },
-        network_interface=config["network_interface_name"],
-        **local,
-    )
+    groups = {name: sorted(groups[name], key=lambda h: (len(h), h)) for name in groups}
+    names = "current_host", "current_group_name", "current_instance_type", "network_interface_name"
+    return Cluster(*(config[name] for name in names), groups, **local)
 
 
-def arguments() -> list[str]:
-    """The job's hyperparameters as command-line arguments, `["--batch-size", "128", ...]`.
-
-    SDK v2 passes them as arguments, SDK v3 with SourceCode(command=...) as JSON in SM_HPS.
-    """
-    if sys.argv[1:]:
-        return sys.argv[1:]
-    pairs = json.loads(os.environ.get("SM_HPS", "{}")).items()
-    return [w for k, v in pairs for w in (f"--{k}", v if isinstance(v, str) else json.dumps(v))]
+def hyperparameters() -> list[str]:
+    """The job's hyperparameters as command-line arguments, `["--batch-size", "128", ...]`."""
+    pairs = json.loads(os.environ.get("SM_HPS", "{}")).items()  # SDK v3; v2 has sys.argv
+    words = [w for k, v in pairs for w in (f"--{k}", v if isinstance(v, str) else json.dumps(v))]
+    return sys.argv[1:] or words
 
 
 def fail(sentence: str) -> None:
@@ -129,72 +121,67 @@ def fail(sentence: str) -> None:
     sys.exit(f"hetero: {sentence}")
 
 
-# ---------------------------------------------------------------------------------- supervision
+def rank_environment(cluster: Cluster, local_rank: int, ranks: int) -> dict[str, str]:
+    """What torchrun and TF_CONFIG would tell one of this host's `ranks` training processes."""
+    hosts, rank = cluster.groups[cluster.group], cluster.rank * ranks + local_rank
+    places = [cluster.address(host) for host in hosts for _ in range(ranks)]
+    workers = [f"{p}:{cluster.base_port + WORKER_PORT + n}" for n, p in enumerate(places)]
+    task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
+    values = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": cluster.rank}
+    values |= {"WORLD_SIZE": len(places), "LOCAL_WORLD_SIZE": ranks, "GROUP_WORLD_SIZE": len(hosts)}
+    values |= {"MASTER_ADDR": places[0], "MASTER_PORT": cluster.base_port + MASTER_PORT}
+    values |= {"NODE_RANK": cluster.rank, "TORCHELASTIC_RUN_ID": "hetero"}  # Lightning's conditions
+    values |= {"TF_CONFIG": json.dumps(task)}
+    for library in ("GLOO", "NCCL", "TP"):  # they would guess
+        values[f"{library}_SOCKET_IFNAME"] = cluster.network_interface
+    if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        values["OMP_NUM_THREADS"] = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return {name: str(value) for name, value in values.items()}
 
 
-class Child:
-    """This host's process, in a session of its own; its output passes through ours."""
+class Process:
+    """A process that this host has started, in a session of its own."""
 
-    def __init__(self, command: list[str], pulses: Path):
-        self.name = next((word for word in command if word.endswith(".py")), command[0])
-        self.printed = b""  # the end of it
-        self.process = subprocess.Popen(
-            command,
-            env={**os.environ, "HETERO_PULSES": str(pulses)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    def __init__(self, command: list[str], environment: dict[str, str], name: str = ""):
+        script = next((word for word in reversed(command) if word.endswith(".py")), command[0])
+        self.name = f"{name} of {script}" if name else script
+        self.last_error = ""  # set in the thread below alone, and read when that has ended
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        environment = {**os.environ, **environment}
+        self.popen = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         self.reader = threading.Thread(target=self._pass_output_on, daemon=True)
         self.reader.start()
 
     def _pass_output_on(self) -> None:
-        while data := self.process.stdout.read1():
-            sys.stdout.buffer.write(data)
+        while line := self.popen.stdout.readline(1 << 16):  # whole, as others print there too
+            sys.stdout.buffer.write(line)
             sys.stdout.flush()
-            self.printed = (self.printed + data)[-20_000:]
+            if error := ERROR.match(line.decode("utf-8", "replace")):
+                self.last_error = error[1].strip()[:500].rstrip(" .")
 
-    def is_running(self) -> bool:
-        return self.process.poll() is None
+    async def ended(self, seconds: float = 1e9) -> None:
+        """Wait until it has ended, for some seconds at most, and kill what it has left running."""
+        deadline = time.monotonic() + seconds
+        while self.popen.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(TICK_SECONDS)
+        with contextlib.suppress(ProcessLookupError):  # nobody is left
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.reader.join(timeout=1)  # no longer, as what has left the session may hold it open
 
-    def describe_exit(self) -> str:
-        """How it ended, with the last error that it printed."""
-        self.reader.join(timeout=1)
-        if self.process.returncode < 0:
-            return f"{self.name} was killed by signal {-self.process.returncode}"
-        errors = ERROR_LINE.findall(self.printed.decode("utf-8", "replace"))
-        last_error = f": {errors[-1][:500].rstrip(' .')}" if errors else ""
-        return f"{self.name} exited with status {self.process.returncode}{last_error}"
-
-    def kill(self, number: int) -> None:
-        """Send a signal to the process and those that it started, unless in another session."""
-        with contextlib.suppress(ProcessLookupError):  # nobody left
-            os.killpg(self.process.pid, number)
-
-    async def stop(self) -> None:
-        """SIGTERM, and SIGKILL after STOP_SECONDS for what is left."""
-        deadline = time.monotonic() + STOP_SECONDS
-        self.kill(signal.SIGTERM)
-        while self.is_running() and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        self.kill(signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
-            self.process.wait(timeout=1)
-        self.reader.join(timeout=1)
+    def describe_end(self) -> tuple[str, bool]:
+        """How it ended, with its last error; and whether it was cut off from another rank."""
+        status = self.popen.returncode
+        is_error = status > 0 or status == -signal.SIGABRT  # by which C++ ends a process
+        error = f": {self.last_error}" if is_error and self.last_error else ""
+        how = f"exited with status {status}" if status >= 0 else f"was killed by signal {-status}"
+        return f"{self.name} {how}{error}", is_error and bool(CUT_OFF.match(self.last_error))
 
 
-# ----------------------------------------------------------------------------------- completion
+class NoAnswer(ConnectionError):
+    """The other side is silent for longer than any host that runs, or has refused this one."""
 
 
-class Ended(Exception):
-    """The job has ended: whether it is completed, and a sentence that says why."""
-
-
-class Silence(ConnectionError):
-    """Nothing has come for longer than it takes any launcher that runs."""
-
-
-def send(writer: asyncio.StreamWriter, **message) -> None:
+def send(writer: asyncio.StreamWriter, message: dict) -> None:
     """Send a JSON object on a line."""
     writer.write(json.dumps(message).encode() + b"\n")
 
@@ -202,380 +189,302 @@ def send(writer: asyncio.StreamWriter, **message) -> None:
 async def receive(reader: asyncio.StreamReader, seconds: float) -> dict:
     """Return the next message; raise ConnectionError, with the reason, if none comes in time."""
     try:
-        line = await asyncio.wait_for(reader.readline(), seconds)
-        if not line:
-            raise ConnectionError("connection closed")
-        return dict(json.loads(line))
+        if line := await asyncio.wait_for(reader.readline(), seconds):
+            return dict(json.loads(line))
     except asyncio.TimeoutError:
-        raise Silence(f"silent for {seconds} s") from None
+        raise NoAnswer(f"silent for {seconds} s") from None
     except (ValueError, TypeError, RecursionError):  # too long, or not an object
         raise ConnectionError("not a launcher's message") from None
-
-
-def sign(*words: object) -> str:
-    """Prove, to the sender of a nonce among the words, that this host knows the job's token."""
-    token = os.environ.get("HETERO_TOKEN", "").encode()
-    return hmac.new(token, ascii(words).encode(), hashlib.sha256).hexdigest()
+    raise ConnectionError("connection closed")
 
 
 class Leader:
-    """Hears from the launchers of all hosts, and decides when training starts and the job ends."""
+    """Decides, by what all hosts report, when training starts and how the job ends."""
 
-    def __init__(self, cluster: Cluster, training_group: str, needed: Collection[str]):
-        self.cluster, self.training_group, self.needed = cluster, training_group, needed
-        self.awaited = {host for hosts in cluster.groups.values() for host in hosts}
-        self.members: dict[str, asyncio.StreamWriter] = {}
-        self.strangers: list[asyncio.StreamWriter] = []  # the oldest first
-        self.refused_at: dict[str, float] = {}
-        self.trained: dict[str, str] = {}  # host -> "", or why it ended before its time
-        self.without_service: set[str] = set()
-        self.failures: dict[str, tuple[float, str]] = {}  # host -> the first one there: when, what
-        self.outcome: dict = {}
-        self.decided_at = 0.0
-        self.stopped: set[str] = set()  # hosts that have no process left, and wait for the others
-        self.silent: set[str] = set()  # hosts that hang
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster  # whose group, on the leader's host, is the training's
+        self.absent = {host for hosts in cluster.groups.values() for host in hosts}
+        self.busy = {*self.absent}  # hosts whose processes may be running
+        self.members: dict[str, asyncio.StreamWriter] = {}  # hosts that have come, and not left
+        self.reports: dict[str, dict] = {}  # the last one of each: see Host
+        self.strangers: list[asyncio.StreamWriter] = []  # have not said hello; the oldest first
+        self.since: dict[str, float] = {}  # when `lasts` was first asked of something
+        self.word = {"start": False, "stop": False, "end": None, "exit": False}  # for all hosts
+        self.told_at = 0.0
 
-    async def lead(self) -> None:
-        """Listen, and give a sign of life every BEAT_SECONDS."""
-
-        async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            # Cancelled when the launcher ends, which Python before 3.12 would print as an error.
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._meet(reader, writer)
-
-        address = self.cluster.bind_address, self.cluster.base_port
-        await asyncio.start_server(meet, *address, backlog=512, limit=LONGEST_LINE)
-        deadline = time.monotonic() + JOIN_SECONDS
-        while True:
-            if self.awaited and time.monotonic() > deadline:
-                absent = ", ".join(map(self.cluster.where, sorted(self.awaited)))
-                self.decide(False, f"{absent} did not come up within {JOIN_SECONDS} s.")
-            self._tell_all(beat=True)
-            await asyncio.sleep(BEAT_SECONDS)
+    def tell(self, **news) -> None:
+        """Tell all hosts what to do; `end`: whether the job is completed, and the reason."""
+        self.word.update(news)
+        self.told_at = time.monotonic()
+        for writer in self.members.values():
+            send(writer, self.word)
 
     def decide(self, completed: bool, reason: str) -> None:
-        """Settle how the job ends, unless that is settled already, and tell all hosts."""
-        if not self.outcome:
-            self.outcome = {"completed": completed, "reason": reason[:1000]}
-            self.decided_at = time.monotonic()
-            self._tell_all(**self.outcome)
+        """Settle how the job ends; what comes later can only turn a success into a failure."""
+        if not self.word["end"] or (self.word["end"][0] and not completed):
+            self.tell(end=[completed, reason[:1000]])
 
-    async def wait_for_goodbyes(self) -> list[str]:
-        """Wait until all hosts have stopped their processes, a little longer than that may take.
+    def lasts(self, what: str, seconds: float) -> bool:
+        """Whether something that is so now has been so for some seconds."""
+        return time.monotonic() - self.since.setdefault(what, time.monotonic()) > seconds
 
-        Lets those that have exit, waits until they do, and returns the others.
-        """
-        deadline = self.decided_at + STOP_SECONDS + 5
-        while left := {*self.members, *self.awaited} - self.stopped:
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(0.02)
-        self._tell_all(exit=True)
-        deadline = time.monotonic() + LOST_SECONDS
-        while staying := self.members.keys() - left - {self.cluster.host}:
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(0.02)
-        # Our own launcher, which waits for this, has nothing to say meanwhile.
-        left = sorted(left | staying | self.silent - {self.cluster.host})
-        who = f"all hosts but {', '.join(left)}" if left else "all hosts"
-        seconds = time.monotonic() - self.decided_at
+    async def lead(self) -> list:
+        """Lead the hosts to the job's end; return whether it is completed, and the reason."""
+        while not self.word["end"]:
+            self.judge()
+            if time.monotonic() > self.told_at + BEAT_SECONDS:
+                self.tell()  # a sign of life, which all hosts answer
+            await asyncio.sleep(TICK_SECONDS)
+        # SageMaker waits for all hosts of a job that has not failed, and one that hangs now would
+        # be billed until MaxRuntimeInSeconds. So first all stop their processes, then all leave.
+        began = time.monotonic()
+        for exit in (False, True):
+            self.tell(exit=exit)
+            deadline = time.monotonic() + GOODBYE_SECONDS
+            while late := {*(self.members if exit else self.busy)}:
+                if time.monotonic() > deadline:
+                    where = self.cluster.where(*late)
+                    self.decide(False, f"{where} did not end when the training had ended.")
+                    break
+                await asyncio.sleep(TICK_SECONDS)
+        who = f"all hosts but {', '.join(sorted(late))}" if late else "all hosts"
+        seconds = time.monotonic() - began
         print(f"hetero: {who} have signed off {seconds:.2f} s after the job's end", flush=True)
-        return left
+        return self.word["end"]
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Let a connection prove whose it is, and hear it until it ends."""
+    def judge(self) -> None:
+        """Apply the rules by which the training starts and stops, and the job ends."""
+        absent, reports = self.cluster.where(*self.absent), [*self.reports.values()]
+        start, stop = not absent, any(report["sigterm"] for report in reports)
+        if start > self.word["start"] or stop > self.word["stop"]:
+            self.tell(start=start, stop=stop)  # some may not have got their SIGTERM yet
+        failures = [report["failure"] for report in reports if report["failure"]]
+        for group, hosts in self.cluster.groups.items():
+            lost = [self.reports.get(host, {}).get("server") for host in hosts]
+            if group != self.cluster.group and all(lost):
+                failures.append([False, *lost[0]])
+                failures[-1][2] += f" No host of {group} is left."
+        where = {rank: report["host"] for report in reports for rank in report["running"]}
+        running = [f"rank {rank} on {self.cluster.where(where[rank])}" for rank in sorted(where)]
+        # The first that has failed by itself, or else the first that was cut off from another.
+        was_cut_off, _, reason = min(failures, default=[True, 0, ""])
+        if stop:  # ranks may be writing their checkpoints
+            is_time = absent or self.lasts("stop", SIGTERM_SECONDS)
+            reason = f"The job was stopped (SIGTERM). {reason}".strip()
+        elif failures:
+            patience = CAUSE_SECONDS if was_cut_off else SETTLE_SECONDS
+            is_time = self.lasts(f"failure {was_cut_off}", patience)
+        else:
+            is_time = absent and self.lasts("absent", JOIN_SECONDS)
+            reason = f"{absent} did not come up within {JOIN_SECONDS} s."
+        if absent and stop:
+            reason += f" Not there yet: {absent}."
+        elif start and was_cut_off and running:
+            reason += f" Still running: {', '.join(running)}."
+        if is_time or not (absent or running):
+            self.decide(start and not failures and not running, reason)
+
+    async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hear a host as long as it is there; refuse a stranger, and print why once in 10 s."""
         self.strangers.append(writer)
         if len(self.strangers) > MOST_STRANGERS:  # a host of ours comes again
             self.strangers.pop(0).transport.abort()
         try:
-            nonce = secrets.token_hex(16)
-            send(writer, nonce=nonce)
-            hello = await receive(reader, HANDSHAKE_SECONDS)
-            host, proof = hello.get("host"), ascii(hello.get("proof")).strip("'")
-            if not hmac.compare_digest(proof, sign("join", nonce, host)):
-                raise ConnectionError("wrong token")
-            if host not in self.awaited:
-                raise ConnectionError("a host that is not awaited")
-        except (OSError, RecursionError) as error:  # the latter is nesting's, in JSON or in `sign`
-            if time.monotonic() - self.refused_at.get(str(error), -10) > 10:
-                self.refused_at[str(error)] = time.monotonic()
+            report, why = await receive(reader, HELLO_SECONDS), ""
+            if not hmac.compare_digest(ascii(report.get("token")), ascii(TOKEN)):
+                why = "wrong token"
+            elif report.get("host") not in [*self.absent]:
+                why = "a host that is not awaited"
+        except (OSError, RecursionError, asyncio.CancelledError) as error:  # nested; the end
+            why = str(error) or "the job has ended"
+        self.strangers = [other for other in self.strangers if other is not writer]
+        if why:
+            send(writer, {"refused": why})
+            writer.close()
+            if why not in self.since or self.lasts(why, 10):
+                self.since[why] = time.monotonic()
                 address = (writer.get_extra_info("peername") or ["?"])[0]
-                print(f"hetero: refused a connection from {address}: {error}", flush=True)
-            return writer.transport.abort()
-        finally:
-            if writer in self.strangers:
-                self.strangers.remove(writer)
-        self.awaited.remove(host)
+                print(f"hetero: refused a connection from {address}: {why}", flush=True)
+            return
+        host = report["host"]
+        self.absent.remove(host)
         self.members[host] = writer
-        send(writer, welcome=sign("welcome", hello.get("nonce")))
-        if self.outcome:
-            send(writer, **self.outcome)
-        elif not self.awaited:
-            self._tell_all(start=True)
+        send(writer, self.word)
         try:
             while True:
-                self._hear(host, await receive(reader, LOST_SECONDS))
-        except OSError as error:
+                self.reports[host] = report
+                self.busy -= {host} if report["stopped"] else set()
+                report = await receive(reader, LOST_SECONDS)
+        except (OSError, asyncio.CancelledError) as error:  # the latter at the end, if it hangs
             del self.members[host]
-            writer.transport.abort()
-            if isinstance(error, Silence):
-                self.silent.add(host)
-            if host not in self.failures:  # it has not said why it ends
+            self.busy.discard(host)
+            writer.close()
+            if isinstance(error, NoAnswer) or not self.word["exit"]:
                 self.decide(False, f"The launcher on {self.cluster.where(host)} is gone: {error}.")
 
-    def _hear(self, host: str, message: dict) -> None:
-        group = self.cluster.group_of(host)
-        hosts = set(self.cluster.groups[group])
-        if "stopped" in message:
-            self.stopped.add(host)
-        elif "stop" in message:
-            self._tell_all(stop=True)  # some may not have got their SIGTERM yet
-        elif "over" in message:
-            # A process that fails takes those down that are connected with it, on any host: of
-            # what is said within a second, the first to have happened is the cause. 0 is first.
-            failure = (message["at"], message["over"])
-            self.failures[host] = min(failure, self.failures.get(host, failure))
-            later = asyncio.get_running_loop().call_later
-            later(SETTLE_SECONDS, lambda: self.decide(False, min(self.failures.values())[1]))
-        elif "unserved" in message:
-            reason = message["unserved"]
-            self.without_service.add(host)
-            if host in self.needed:
-                self.decide(False, f"{reason} The job cannot do without it.")
-            elif self.without_service >= hosts and self.training_group != group:
-                self.decide(False, f"{reason} No host of {group} is left.")
-            else:
-                print(f"hetero: {reason} The job goes on without it.", flush=True)
-        elif "trained" in message:
-            self.trained[host] = message["trained"]
-            if self.trained.keys() >= hosts:
-                reasons = [reason for reason in self.trained.values() if reason]
-                self.decide(not reasons, reasons[0] if reasons else "Training has ended.")
 
-    def _tell_all(self, **message) -> None:
-        for writer in self.members.values():
-            send(writer, **message)
+class Host:
+    """This host's part of the job: its processes, and what it reports of them to the leader."""
 
-
-class Launcher:
-    """One host's part of the job: its processes, and its connection to the leader."""
-
-    def __init__(self, cluster: Cluster, training_group: str, pulses: Path):
-        self.cluster, self.pulses = cluster, pulses
-        self.here, self.leader = cluster.where(cluster.host), cluster.groups[training_group][0]
-        self.trains = cluster.group == training_group
-        self.training: Child | None = None
-        self.children: list[Child] = []
-        self.reader: asyncio.StreamReader | None = None
+    def __init__(self, cluster: Cluster, leader: str, ranks: int, is_needed: bool):
+        self.cluster, self.here, self.leader = cluster, cluster.where(cluster.host), leader
+        self.ranks, self.is_needed = ranks, is_needed
+        self.tasks: list[asyncio.Future] = []
+        self.processes: list[Process] = []  # that may be running
+        self.until_sigterm: list[Process] = []  # the ranks among them that have not got it
         self.writer: asyncio.StreamWriter | None = None
-        self.start, self.sigterm = asyncio.Event(), asyncio.Event()
+        self.report = {"token": TOKEN, "host": cluster.host, "sigterm": False, "stopped": False}
+        # Ranks that have not ended. The first failure here: whether a rank was cut off, when, and a
+        # sentence. The data server that is left alone: when, and a sentence.
+        running = [*range(cluster.rank * ranks, (cluster.rank + 1) * ranks)]
+        self.report |= {"running": running, "failure": None, "server": None}
 
-    async def run(
-        self, lead: Leader | None, command: list[str], beside: list[str] | None
-    ) -> tuple[bool, str]:
-        """Take part until the job has ended; return whether it is completed, and the reason."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.sigterm.set)
-        parts = [lead.lead()] if lead else []
-        parts += [self.follow_leader(), self.mind_sigterm()]
-        parts += [self.report(self.train(command) if self.trains else self.serve(command))]
-        parts += [self.report(self.serve(beside))] if self.trains and beside else []
-        tasks = [asyncio.ensure_future(part) for part in parts]
-        try:
-            await asyncio.gather(*tasks)
-        except Ended as end:
-            completed, reason = end.args
-        except Exception as error:  # such as a port that is taken
-            traceback.print_exc()
-            completed, reason = False, f"The launcher on {self.here} failed: {error}."
-        for task in tasks:
-            task.cancel()
-        if lead:
-            if lead.awaited and not lead.outcome:
-                reason += f" Not there yet: {', '.join(map(self.cluster.where, lead.awaited))}."
-            lead.decide(completed, reason)  # if that was not the leader's own word
-        elif self.writer and not completed:
-            send(self.writer, over=reason, at=0.0)
-        await asyncio.gather(*(child.stop() for child in self.children))
+    def say(self, **news) -> None:
+        """Report to the leader, if there is a connection yet."""
+        self.report.update(news)
         if self.writer:
-            send(self.writer, stopped=True)
-        # SageMaker waits for every host of a job that has not failed. So nobody leaves until all
-        # can: a host that hangs now would be billed until MaxRuntimeInSeconds.
-        if lead:
-            left = ", ".join(map(self.cluster.where, await lead.wait_for_goodbyes()))
-            if left and completed:
-                completed, reason = False, f"{left} did not end when the training had ended."
-        elif completed:
-            completed, reason = await self.wait_for_exit(reason)
+            send(self.writer, self.report)
+
+    def say_failure(self, sentence: str, was_cut_off: bool = False) -> None:
+        """Report what has gone wrong here, unless something else had before."""
+        failure = [was_cut_off, time.time(), sentence]
+        self.say(failure=min(failure, self.report["failure"] or failure))
+
+    async def take_part(self, command: list[str], servers: list[list[str]]) -> list:
+        """Do what the leader says; return whether the job is completed, and the reason."""
+        loop, waiting = asyncio.get_running_loop(), [*range(self.ranks)]
+        loop.add_signal_handler(signal.SIGTERM, lambda: self.say(sigterm=True))
+        self.tasks += [loop.create_task(self.serve(server)) for server in servers]
+        word = {"end": None, "exit": False}
+        try:
+            reader = await self.join()
+            while not word["exit"]:
+                word = await receive(reader, LOST_SECONDS)
+                while waiting and word["start"] and not word["stop"]:
+                    self.tasks.append(loop.create_task(self.train(command, waiting.pop(0))))
+                while self.until_sigterm and word["stop"]:  # data servers stay for the last steps
+                    self.until_sigterm.pop().popen.terminate()
+                for task in self.tasks:  # has it failed? Such as by a command that is not there
+                    if task.done() and not task.cancelled() and (error := task.exception()):
+                        self.say_failure(f"The launcher on {self.here} failed: {error}.")
+                if word["end"]:
+                    await self.stop_all()
+                self.say(stopped=bool(word["end"]))
+        except OSError as error:
+            if not word["end"] or word["end"][0]:
+                leader = self.cluster.where(self.leader)
+                word["end"] = [False, f"{self.here} lost the leader, {leader}: {error}."]
+        await self.stop_all()
         if self.writer:
             self.writer.close()
-            with contextlib.suppress(OSError):  # it is closed at the other end
-                await self.writer.wait_closed()
-        return completed, reason
+        return word["end"]
 
-    async def wait_for_exit(self, reason: str) -> tuple[bool, str]:
-        """Wait for the leader's word that all hosts may exit; return whether it came, and why."""
-        try:
-            while "exit" not in await receive(self.reader, LOST_SECONDS):
-                continue
-            return True, reason
-        except OSError as error:
-            leader = self.cluster.where(self.leader)
-            return False, f"{self.here} lost the leader, {leader}: {error}."
-
-    async def follow_leader(self) -> None:
-        """Connect to the leader, do as it says, and end with it."""
-        try:
-            self.reader, self.writer = await self.join()
-            while True:
-                message = await receive(self.reader, LOST_SECONDS)
-                send(self.writer, beat=True)
-                if "start" in message:
-                    self.start.set()
-                if "stop" in message:
-                    self.sigterm.set()
-                if "completed" in message:
-                    raise Ended(message["completed"], message["reason"])
-        except OSError as error:
-            leader = self.cluster.where(self.leader)
-            raise Ended(False, f"{self.here} lost the leader, {leader}: {error}.") from None
-
-    async def join(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to the leader, which may come up later than this host."""
+    async def join(self) -> asyncio.StreamReader:
+        """Say hello to the leader, which may come up later than this host."""
         address = self.cluster.address(self.leader), self.cluster.base_port
         deadline = time.monotonic() + JOIN_SECONDS
         while True:
             try:
                 connecting = asyncio.open_connection(*address, limit=LONGEST_LINE)
-                reader, writer = await asyncio.wait_for(connecting, HANDSHAKE_SECONDS)
-                theirs = (await receive(reader, LOST_SECONDS)).get("nonce")
-                nonce, host = secrets.token_hex(16), self.cluster.host
-                send(writer, host=host, nonce=nonce, proof=sign("join", theirs, host))
-                if (await receive(reader, LOST_SECONDS)).get("welcome") == sign("welcome", nonce):
-                    return reader, writer
-                raise ConnectionError("not the leader of this job")
-            except Silence:  # it is there, since it has accepted the connection, but frozen
+                reader, writer = await asyncio.wait_for(connecting, HELLO_SECONDS)
+                send(writer, self.report)
+                if why := (await receive(reader, LOST_SECONDS)).get("refused"):
+                    raise NoAnswer(f"refused, {why}")
+                self.writer = writer
+                return reader
+            except NoAnswer:
                 raise
             except (OSError, asyncio.TimeoutError) as error:  # not there yet, or too busy
-                if time.monotonic() > deadline:
-                    raise ConnectionError(f"{error} for {JOIN_SECONDS} s") from None
+                if time.monotonic() > deadline or self.report["sigterm"]:
+                    raise ConnectionError(f"not there, {error}") from None
             await asyncio.sleep(0.2)
 
-    async def report(self, part: Awaitable[None]) -> None:
-        """Run a part; tell the leader if it fails, when there is a connection, and live on.
+    async def stop_all(self) -> None:
+        """SIGTERM for all that runs here, and SIGKILL after STOP_SECONDS."""
+        for task in self.tasks:
+            task.cancel()
+        for process in self.processes:
+            process.popen.terminate()
+        await asyncio.gather(*(process.ended(STOP_SECONDS) for process in self.processes))
 
-        If this host just ended, SageMaker would stop those that are still coming up, which may not
-        notice, and whose FailureReason would not say why.
-        """
-        try:
-            await part
-        except Exception as error:  # such as a command that is not there
-            traceback.print_exc()
-            while not self.writer:
-                await asyncio.sleep(0.05)
-            send(self.writer, over=f"The launcher on {self.here} failed: {error}.", at=0.0)
-
-    def begin(self, command: list[str]) -> Child:
-        """Start a process, to be stopped at the job's end at the latest."""
-        child = Child(command, self.pulses)
-        self.children.append(child)
-        return child
+    async def train(self, command: list[str], local_rank: int) -> None:
+        """Run a rank to its end."""
+        environment = rank_environment(self.cluster, local_rank, self.ranks)
+        name = f"rank {environment['RANK']}" if self.ranks > 1 else ""
+        process = Process(command, environment, name)
+        self.processes.append(process)
+        self.until_sigterm.append(process)
+        await process.ended()
+        how, was_cut_off = process.describe_end()
+        if process.popen.returncode:
+            self.say_failure(f"On {self.here}, {how}.", was_cut_off)
+        self.report["running"].remove(int(environment["RANK"]))
+        self.say()
 
     async def serve(self, command: list[str]) -> None:
-        """Keep a service running: start it again when it ends, unless that happens too often."""
-        failures = 0
-        while True:
-            began, child = time.monotonic(), self.begin(command)
-            while child.is_running():
-                await asyncio.sleep(0.05)
-            child.kill(signal.SIGKILL)  # what it has started, which may hold its port
-            self.children.remove(child)
+        """Keep a data server running: start it again when it ends, but not too often."""
+        failures, how = 0, ""
+        while failures <= RESTARTS:
+            if failures:
+                pause = 2 ** (failures - 1)
+                print(f"hetero: {how}; restart in {pause} s", flush=True)
+                await asyncio.sleep(pause)
+            began, server = time.monotonic(), Process(command, {})
+            self.processes.append(server)
+            await server.ended()
+            self.processes.remove(server)
+            how, _ = server.describe_end()
             failures = 1 if time.monotonic() - began > HEALTHY_SECONDS else failures + 1
-            if failures > RESTARTS:
-                break
-            pause = 2 ** (failures - 1)
-            print(f"hetero: {child.describe_exit()}; restart in {pause} s", flush=True)
-            await asyncio.sleep(pause)
-        await self.start.wait()  # and so for the connection
-        reason = f"On {self.here}, {child.describe_exit()}, {failures} times."
-        send(self.writer, unserved=reason)
-
-    async def train(self, command: list[str]) -> None:
-        """Run the training once all hosts are there, and say how it ends."""
-        await self.start.wait()
-        self.training = child = self.begin(command)
-        told: set[tuple[float, str]] = set()
-        runs = True
-        while runs:
-            await asyncio.sleep(0.05)
-            runs = child.is_running()
-            if not self.sigterm.is_set():
-                for when, what in sorted(pulse.failures(self.pulses) - told):
-                    reason = f"On {self.here}, in {child.name}, {what}."
-                    # A death after another failure, or with torchrun's, is likely its consequence.
-                    is_first = runs and not told
-                    send(self.writer, over=reason, at=when or (0.0 if is_first else time.time()))
-                    told.add((when, what))
-        if child.process.returncode == 0:
-            send(self.writer, trained="")
-        elif self.sigterm.is_set():  # other hosts may still be writing their checkpoints
-            reason = f"On {self.here}, stopped by SIGTERM, {child.describe_exit()}."
-            send(self.writer, trained=reason)
-        else:
-            reason = f"On {self.here}, {child.describe_exit()}."
-            send(self.writer, over=reason, at=time.time())
-
-    async def mind_sigterm(self) -> None:
-        """Let the training hear that the job is being stopped; the data servers stay for it."""
-        await self.sigterm.wait()
-        if not self.start.is_set() or (self.trains and not self.training):
-            raise Ended(False, f"{self.here} was stopped (SIGTERM) before training began.")
-        send(self.writer, stop=True)
-        if self.trains:
-            # Straight to the ranks: torchrun may give them less time than SageMaker does.
-            for pid in pulse.processes(self.pulses) or [self.training.process.pid]:
-                with contextlib.suppress(ProcessLookupError):  # it has ended
-                    os.kill(pid, signal.SIGTERM)
-        await asyncio.sleep(SIGTERM_SECONDS)
-        late = f"and the training did not end within {SIGTERM_SECONDS} s"
-        raise Ended(False, f"{self.here} was stopped (SIGTERM), {late}.")
+        reason = f"On {self.here}, {how}, {failures} times."
+        print(f"hetero: {reason} It is left alone.", flush=True)
+        self.say(server=[time.time(), reason])
+        if self.is_needed:
+            self.say_failure(f"{reason} The job cannot do without it.")
 
 
 def run(
     cluster: Cluster,
     training_group: str,
     commands: dict[str, list[str]],
+    ranks: int = 1,
     beside: list[str] | None = None,
     needed: Collection[str] = (),
 ) -> None:
     """Run this host's part of the job, and exit with status 1 if the job fails.
 
-    commands: what the hosts of each instance group run. That of `training_group` starts when all
-    hosts are there, and its end is the job's. The others serve it until then, and are restarted
-    when they end by themselves; left alone at last, when a service ends again and again, unless
-    its group has no other, or its host is `needed`.
-    beside: a service that the hosts of `training_group` run beside the training, if any.
+    commands: what the hosts of each group run. That of `training_group`, `ranks` times on each,
+    starts when all hosts are there, and its end is the job's. The others serve until then. A server
+    that ends is started again, and at last left alone, unless it was the last of its group, or on a
+    host that is `needed`. beside: a server that the training hosts run, too.
     """
     who = f"host={cluster.host} group={cluster.group} instance_type={cluster.instance_type}"
     print(who, flush=True)
     # The log's last line, after a failure's sentence: readers of the log see that it is complete.
     atexit.register(print, f"host={cluster.host} ends", flush=True)
-    groups = sorted(cluster.groups)
+    groups, known = sorted(cluster.groups), sorted(commands)
     if training_group not in groups:
-        fail(
-            f"No instance group is named {training_group!r}, the one to train: there are {groups}."
-        )
+        fail(f"No instance group is named {training_group!r}, the one to train, among {groups}.")
     if unknown := [group for group in groups if group not in commands]:
-        fail(
-            f"launcher.py has commands for {sorted(commands)}, but none for {unknown} among the "
-            f"instance groups {groups}: name the groups so, or add a command."
-        )
-    if not os.environ.get("HETERO_TOKEN") and sum(map(len, cluster.groups.values())) > 1:
+        fail(f"launcher.py has commands for {known}, but none for {unknown} among {groups}.")
+    if not TOKEN and sum(map(len, cluster.groups.values())) > 1:
         fail("The job has no token: put HETERO_TOKEN, a random text, into the job's environment.")
-    leads = cluster.host == cluster.groups[training_group][0]
-    with tempfile.TemporaryDirectory() as pulses:
-        launcher = Launcher(cluster, training_group, Path(pulses))
-        lead = Leader(cluster, training_group, needed) if leads else None
-        completed, reason = asyncio.run(launcher.run(lead, commands[cluster.group], beside))
+    trains, leader_host = cluster.group == training_group, cluster.groups[training_group][0]
+    command = commands[cluster.group]
+    servers = [server for server in [beside if trains else command] if server]
+
+    async def take_part() -> list:
+        host = Host(cluster, leader_host, ranks if trains else 0, cluster.host in needed)
+        if cluster.host != leader_host:
+            return await host.take_part(command, servers)
+        leader, address = Leader(cluster), (cluster.bind_address, cluster.base_port)
+        await asyncio.start_server(leader.meet, *address, backlog=512, limit=LONGEST_LINE)
+        leading = asyncio.ensure_future(leader.lead())
+        leader.decide(*await host.take_part(command, servers))  # as it has decided, in most cases
+        return await leading
+
+    try:
+        completed, reason = asyncio.run(take_part())
+    except OSError as error:  # such as a port that is taken
+        completed, reason = False, f"The launcher on {cluster.where(cluster.host)} failed: {error}."
     if not completed:
         fail(reason)

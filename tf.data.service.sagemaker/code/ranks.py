@@ -1,75 +1,54 @@
-"""Start this host's Horovod ranks: for Horovod what torchrun is for PyTorch, without ssh and MPI.
+"""Become one of Horovod's ranks, as the environment says which one: without ssh and MPI.
 
-    python ranks.py --hosts algo-2,algo-3 --host-rank 0 --processes-per-host 8 \
-        --port 7711 --interface eth0 train_dnn.py --batch-size 128
+    python ranks.py train_dnn.py --batch-size 128
 
-Run on every host, each with its own --host-rank. The ranks find each other through a small server
-on the first host, which this program runs there, and then talk over Gloo (NCCL between GPUs).
+To be started once for each rank with what torchrun or hetero.py put into the environment (RANK,
+WORLD_SIZE, MASTER_ADDR, ...). The ranks find each other through a small server beside rank 0, and
+then talk over Gloo (NCCL between GPUs).
 """
 
-import argparse
 import importlib.util
 import os
 import socket
-import subprocess
 import sys
-import threading
 import time
 
 from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
-from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 START_SECONDS = 600  # hosts may load TensorFlow at very different speeds
 
 
 def main() -> None:
-    """Run the ranks; exit with status 1, and the others stopped, as soon as one fails."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--hosts", required=True, help="addresses of all hosts with ranks, comma-separated")
-    add("--host-rank", type=int, required=True, help="this host's place among them, from 0")
-    add("--processes-per-host", type=int, default=1)
-    add("--port", type=int, required=True, help="of the server on the first host")
-    add("--interface", required=True, help="the network interface to use")
-    add("command", nargs=argparse.REMAINDER, help="the training script and its arguments")
-    args = parser.parse_args()
-
-    hosts = args.hosts.split(",")
-    slots = [HostInfo(host, args.processes_per_host) for host in hosts]
-    plan = get_host_assignments(slots, len(hosts) * args.processes_per_host)
-    if args.host_rank == 0:
-        server = RendezvousHTTPServer((hosts[0], args.port), RendezvousHandler, verbose=0)
+    """Let Horovod know what the environment says, and become the training script."""
+    values = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    size, hosts = int(os.environ["WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
+    master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if values["RANK"] == "0":
+        slots = [HostInfo(f"host-{n}", size // hosts) for n in range(hosts)]
+        server = RendezvousHTTPServer((master, port), RendezvousHandler, verbose=0)
         server.daemon_threads = True  # a stranger's open connection must not keep us here
-        server.init(plan)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-    else:
-        wait_for(hosts[0], args.port)  # the ranks themselves try for two seconds only
-
-    environment = {
-        **os.environ,
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": hosts[0],
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(args.port),
-        "HOROVOD_GLOO_IFACE": args.interface,
-        # For the others to come up. A rank that dies or hangs later, the launcher notices.
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(START_SECONDS),
-    }
-    environment.update(own_hostname())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *args.command], env={**environment, **create_slot_env_vars(slot)}
-        )
-        for slot in plan
-        if slot.hostname == hosts[args.host_rank]
-    ]
-    while any(rank.poll() is None for rank in ranks):
-        if any(rank.poll() for rank in ranks):
-            for rank in ranks:
-                rank.terminate()
-        time.sleep(0.1)
-    sys.exit(any(rank.returncode for rank in ranks))
+        server.init(get_host_assignments(slots, size))
+        if os.fork() == 0:  # a process of its own: hetero.py kills it when rank 0 has ended
+            server.serve_forever()
+    wait_for(master, port)  # the ranks themselves try for two seconds only
+    os.environ.update(
+        HOROVOD_CONTROLLER="gloo",
+        HOROVOD_CPU_OPERATIONS="gloo",
+        HOROVOD_GLOO_RENDEZVOUS_ADDR=master,
+        HOROVOD_GLOO_RENDEZVOUS_PORT=str(port),
+        HOROVOD_GLOO_IFACE=os.environ["GLOO_SOCKET_IFNAME"],
+        HOROVOD_GLOO_TIMEOUT_SECONDS=str(START_SECONDS),  # for the others to come up
+        HOROVOD_HOSTNAME=f"host-{os.environ['GROUP_RANK']}",
+        HOROVOD_RANK=values["RANK"],
+        HOROVOD_SIZE=str(size),
+        HOROVOD_LOCAL_RANK=values["LOCAL_RANK"],
+        HOROVOD_LOCAL_SIZE=values["LOCAL_WORLD_SIZE"],
+        HOROVOD_CROSS_RANK=os.environ["GROUP_RANK"],
+        HOROVOD_CROSS_SIZE=str(hosts),
+        **own_hostname(),
+    )
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 def own_hostname() -> dict[str, str]:

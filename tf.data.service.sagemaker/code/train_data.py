@@ -4,14 +4,15 @@ The dispatcher shares out the files among the workers, and keeps a journal: star
 same work folder, it goes on where it was. Nobody stops either of them but a signal.
 """
 
-import argparse
 import os
+import sys
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # a dnn host's GPUs belong to its ranks
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the autoscaler, not in use here, warns
 
 import tensorflow as tf
 
+import arguments
 from pipeline import find_files, milliseconds_per_sample
 
 service = tf.data.experimental.service
@@ -19,14 +20,12 @@ service = tf.data.experimental.service
 
 def main() -> None:
     """Start what this host serves, and wait for the signal that ends it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments.parser(fail=lambda message: sys.exit(f"train_data.py: error: {message}"))
     add = parser.add_argument
     add("--dispatcher", required=True, metavar="HOST:PORT", help="where workers reach it")
     add("--work-dir", help="the dispatcher's journal; if given, the dispatcher runs here")
     add("--address", required=True, help="where this host is reached")
     add("--channels", required=True, help="folder of the job's channels")
-    add("--files", default="training/*", help="the TFRecord files, relative to that folder")
-    add("--augment", type=int, default=1, help="how finely it is computed; 0: none")
     add("--spare-cores", type=int, help="use only so many, and only while nobody else needs them")
     args = parser.parse_args()
 

@@ -16,8 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from pathlib import Path
 
@@ -26,8 +25,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+import arguments
 import pipeline
-import pulse
 from model import CLASSES, build_model
 from pipeline import CHANNELS, SIDE
 
@@ -39,31 +38,14 @@ def absolute(path: str) -> Path:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; what doesn't fit together ends the program with a sentence."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.error = lambda message: sys.exit(f"train_dnn.py: error: {message}")
+    parser = arguments.parser(fail=lambda message: sys.exit(f"train_dnn.py: error: {message}"))
     add = parser.add_argument
-    add("--data-mode", choices=["local", "service", "synthetic"], default="local")
     add("--dispatcher", default="", metavar="HOST:PORT", help="of tf.data.service (service)")
     add("--channels", default=".", help="folder of the job's channels")
-    add("--files", default="training/*", help="the TFRecord files, relative to that folder")
-    add("--model", default="resnet50", help="resnet50 or small")
-    add("--augment", type=int, default=1, help="how finely it is computed; 0: none")
-    add("--batch-size", type=int, default=128, help="samples per step of each rank")
-    add("--max-steps", type=int, default=100, help="stop after this many steps")
-    add("--lr", type=float, default=1e-3, help="learning rate of Adam, for each rank's batch")
-    add("--warmup-steps", type=int, default=20, help="until the learning rate has its full size")
-    add("--seed", type=int, default=0)
-    add("--log-every", type=int, default=10, metavar="STEPS")
     add("--model-dir", type=absolute, default="model", help="where the SavedModel 1/ goes")
     add("--checkpoint-dir", type=absolute, help="where checkpoints are written, and looked for")
-    add("--checkpoint-every", type=int, default=100, metavar="STEPS")
     args = parser.parse_args()
-    for name in ("batch_size", "max_steps", "log_every", "checkpoint_every"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
-    for name in ("augment", "warmup_steps"):
-        if getattr(args, name) < 0:
-            parser.error(f"--{name.replace('_', '-')} must be 0 or more")
+    args.data_mode = args.data_mode or ("service" if args.dispatcher else "local")
     if args.data_mode == "service" and not args.dispatcher:
         parser.error("--data-mode service needs --dispatcher, the address of the dispatcher")
     return args
@@ -72,43 +54,77 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> str:
     """Train, and save the model; return why the training ended before its time, or nothing."""
     args = parse_arguments()
-    sys.stdout.reconfigure(line_buffering=True)  # the job's log shows each line at once
     hvd.init()
     rank, ranks = hvd.rank(), hvd.size()
-    gpus = tf.config.list_physical_devices("GPU")
-    check_gpus(len(gpus))
-    if rank == 0:
-        print(f"tensorflow={tf.__version__} gpus={len(gpus)}")
-    cores = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
-    if gpus:
-        tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
-        tf.config.experimental.set_memory_growth(gpus[hvd.local_rank()], True)
-    else:
-        tf.config.threading.set_intra_op_parallelism_threads(cores)
-
-    tf.keras.utils.set_random_seed(args.seed)  # the same initial weights in every run
+    set_up(args.seed)
     try:
         model = build_model(args.model)
-        batches = build_batches(args, rank, ranks, cores)
+        batches = build_batches(args, rank, ranks)
     except (OSError, ValueError) as error:  # a missing file
         sys.exit(f"train_dnn.py: error: {error}")
     # Keras compiles the updates by default on GPUs only: so they are the same everywhere.
     optimizer = tf.keras.optimizers.Adam(jit_compile=False)
     optimizer.build(model.trainable_variables)
-
     # From here on SIGTERM ends the current step, saves a checkpoint, and only then ends the run.
-    stop_requested = threading.Event()
+    stop_requested, stopping = threading.Event(), False
     signal.signal(signal.SIGTERM, lambda *_: stop_requested.set())
+    checkpoint = Checkpoint(args.checkpoint_dir, model, optimizer)
+    done = first_step = checkpoint.load()
+    train_step = build_train_step(model, optimizer)
+    log = StepLog(args.log_every)
 
-    # Rank 0 has the checkpoint, if there is one; all ranks begin with its weights.
-    step = tf.Variable(0, dtype=tf.int64)
-    checkpoint = tf.train.Checkpoint(step=step, model=model, optimizer=optimizer)
-    checkpoints = None
-    if rank == 0 and args.checkpoint_dir:
-        checkpoints = tf.train.CheckpointManager(checkpoint, args.checkpoint_dir, max_to_keep=2)
-        if checkpoints.restore_or_initialize():
-            print(f"resumed from {args.checkpoint_dir} at step {int(step)}")
-    hvd.broadcast_variables([step, *model.variables, *optimizer.variables], root_rank=0)
+    global iterator  # stays until the process ends, for the reason at the end of this file
+    iterator = iter(batches)
+    while done < args.max_steps and not stopping:
+        images, labels = log.waited_for(iterator)
+        # As large as all ranks' batches together allow, but not at once (Goyal et al., 2017).
+        warm = min(1.0, (done + 1) / args.warmup_steps) if args.warmup_steps else 1.0
+        optimizer.learning_rate.assign(args.lr * (1 + (ranks - 1) * warm))
+        loss, votes = train_step(images, labels, tf.constant(float(stop_requested.is_set())))
+
+        done += 1
+        stopping = float(votes) > 0
+        is_last = stopping or done == args.max_steps
+        log.add(done, len(labels), loss, is_last)
+        if is_last or done % args.checkpoint_every == 0:
+            checkpoint.save(done)
+
+    hvd.allreduce(tf.zeros(()), name="saved")  # when one rank ends, mpirun kills the others
+    if stopping and done < args.max_steps:
+        return f"training stopped by SIGTERM after step {done}"
+    if rank == 0:
+        tf.saved_model.save(model, str(args.model_dir / "1"))
+        if done == first_step:
+            print(f"training was complete already: step={done}")
+        else:
+            print(f"training finished after step {done}: loss {float(loss):.4f}")
+    return ""
+
+
+def set_up(seed: int) -> None:
+    """Make this process ready, with its own GPU, or else with its share of the cores."""
+    sys.stdout.reconfigure(line_buffering=True)  # the job's log shows each line at once
+    gpus = tf.config.list_physical_devices("GPU")
+    check_gpus(len(gpus))
+    if hvd.rank() == 0:
+        print(f"tensorflow={tf.__version__} gpus={len(gpus)}")
+    if gpus:
+        tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[hvd.local_rank()], True)
+    else:
+        tf.config.threading.set_intra_op_parallelism_threads(cores_of_this_rank())
+    tf.keras.utils.set_random_seed(seed)  # the same initial weights in every run
+
+
+def cores_of_this_rank() -> int:
+    """How many of the host's cores are for this rank."""
+    return max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
+
+
+def build_train_step(
+    model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer
+) -> Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
+    """Return the function of a step: from images, labels and a vote to stop, to loss and votes."""
 
     @tf.function
     def train_step(
@@ -126,55 +142,34 @@ def main() -> str:
         with tf.device("CPU"):  # where reading it does not wait for the GPU
             return loss, hvd.allreduce(stop, op=hvd.Sum, name="stop")
 
-    def log() -> None:
-        loss = float(hvd.allreduce(interval.loss / interval.steps, name="loss"))
-        if not math.isfinite(loss):  # the same on all ranks
-            sys.exit(f"train_dnn.py: error: loss={loss} at step {done}: see labels, learning rate")
-        if rank == 0:
-            print(f"step={done} {interval.summary(loss, ranks)}")
+    return train_step
 
-    # The clock starts after the first step, which pays for start-up: tracing, connections, the
-    # first batch's way through an empty pipeline.
-    done = first_step = int(step)
-    interval, stopping = Interval(), False
-    global iterator  # stays until the process ends, for the reason at the end of this file
-    iterator = iter(batches)
-    while done < args.max_steps and not stopping:
-        wait_start = time.perf_counter()
-        images, labels = next(iterator)
-        interval.data_wait += time.perf_counter() - wait_start
 
-        # As large as all ranks' batches together allow, but not at once (Goyal et al., 2017).
-        warm = min(1.0, (done + 1) / args.warmup_steps) if args.warmup_steps else 1.0
-        optimizer.learning_rate.assign(args.lr * (1 + (ranks - 1) * warm))
-        stop = tf.constant(float(stop_requested.is_set()))
-        loss, stop_votes = train_step(images, labels, stop)
-        stopping = float(stop_votes) > 0
+class Checkpoint:
+    """What a later run goes on from: rank 0 has the files, all ranks begin with its weights."""
 
-        done += 1
-        interval.add(len(labels), loss)
-        if done == first_step + 1:
-            pulse.first_step_done()
-            interval = Interval()
-        elif done % args.log_every == 0 or done == args.max_steps or stopping:
-            log()
-            interval = Interval()
-        step.assign(done)
-        if checkpoints and (
-            done % args.checkpoint_every == 0 or done == args.max_steps or stopping
-        ):
-            checkpoints.save(done)
+    def __init__(
+        self, folder: Path | None, model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer
+    ):
+        self.step = tf.Variable(0, dtype=tf.int64)
+        self.variables = [self.step, *model.variables, *optimizer.variables]
+        saved = tf.train.Checkpoint(step=self.step, model=model, optimizer=optimizer)
+        self.files = None
+        if hvd.rank() == 0 and folder:
+            self.files = tf.train.CheckpointManager(saved, folder, max_to_keep=2)
 
-    hvd.allreduce(tf.zeros(()), name="saved")  # when one rank ends, mpirun kills the others
-    if stopping and done < args.max_steps:
-        return f"training stopped by SIGTERM after step {done}"
-    if rank == 0:
-        tf.saved_model.save(model, str(args.model_dir / "1"))
-        if done == first_step:
-            print(f"training was complete already: step={done}")
-        else:
-            print(f"training finished after step {done}: loss {float(loss):.4f}")
-    return ""
+    def load(self) -> int:
+        """Restore the newest on all ranks, if there is one; return the steps done."""
+        if self.files and self.files.restore_or_initialize():
+            print(f"resumed from {self.files.directory} at step {int(self.step)}")
+        hvd.broadcast_variables(self.variables, root_rank=0)
+        return int(self.step)
+
+    def save(self, step: int) -> None:
+        """Write one, if this is rank 0."""
+        self.step.assign(step)
+        if self.files:
+            self.files.save(step)
 
 
 def check_gpus(seen: int) -> None:
@@ -195,11 +190,8 @@ def check_gpus(seen: int) -> None:
         )
 
 
-def build_batches(args: argparse.Namespace, rank: int, ranks: int, cores: int) -> Iterable:
-    """Return this rank's batches without end: images (N, 32, 32, 3) and labels (N,).
-
-    cores: of this host, for each rank.
-    """
+def build_batches(args: argparse.Namespace, rank: int, ranks: int) -> Iterable:
+    """Return this rank's batches without end: images (N, 32, 32, 3) and labels (N,)."""
     if args.data_mode == "synthetic":
         images = tf.random.uniform((args.batch_size, SIDE, SIDE, CHANNELS))
         return repeat((images, tf.range(args.batch_size) % CLASSES))
@@ -216,40 +208,59 @@ def build_batches(args: argparse.Namespace, rank: int, ranks: int, cores: int) -
         rank=rank,
         ranks=ranks,
         dispatcher=args.dispatcher if args.data_mode == "service" else "",
-        threads=cores,
+        threads=cores_of_this_rank(),
     )
 
 
-@dataclass
-class Interval:
-    """What has been measured since the last log line."""
+class StepLog:
+    """Measures the steps, and prints their means on rank 0, every so many steps."""
 
-    start: float = field(default_factory=time.perf_counter)
-    data_wait: float = 0.0  # seconds
-    steps: int = 0
-    samples: int = 0
-    loss: tf.Tensor | float = 0.0  # sum over the steps
+    def __init__(self, every: int):
+        self.every, self.measures = every, False
+        self.restart()
 
-    def add(self, samples: int, loss: tf.Tensor) -> None:
+    def restart(self) -> None:
+        """Forget what has been measured."""
+        self.start, self.data_wait = time.perf_counter(), 0.0
+        self.steps = self.samples = 0
+        self.loss: tf.Tensor | float = 0.0  # sum over the steps
+
+    def waited_for(self, batches: Iterator) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the next batch, and measure how long it is waited for."""
+        start = time.perf_counter()
+        batch = next(batches)
+        self.data_wait += time.perf_counter() - start
+        return batch
+
+    def add(self, step: int, samples: int, loss: tf.Tensor, is_last: bool) -> None:
+        """Count a step, and print if it is time to."""
+        if not self.measures:  # the first one pays for start-up: tracing, connections, the first
+            self.measures = True  # batch's way through an empty pipeline
+            return self.restart()
         self.steps += 1
         self.samples += samples
         self.loss += loss
+        if is_last or step % self.every == 0:
+            self.write(step)
+            self.restart()
 
-    def summary(self, loss: float, ranks: int) -> str:
-        """Return the means as text, for a log that people and regular expressions read."""
+    def write(self, step: int) -> None:
+        """Print the means since the last line, for people and regular expressions."""
+        loss = float(hvd.allreduce(self.loss / self.steps, name="loss"))
+        if not math.isfinite(loss):  # the same on all ranks
+            sys.exit(f"train_dnn.py: error: loss={loss} at step {step}: see labels, learning rate")
         seconds = time.perf_counter() - self.start
-        return (
-            f"loss={loss:.4f} step_time_ms={1000 * seconds / self.steps:.2f} "
-            f"data_wait_ms={1000 * self.data_wait / self.steps:.2f} "
-            f"samples_per_s={ranks * self.samples / seconds:.1f}"
-        )
+        if hvd.rank() == 0:
+            print(
+                f"step={step} loss={loss:.4f} step_time_ms={1000 * seconds / self.steps:.2f} "
+                f"data_wait_ms={1000 * self.data_wait / self.steps:.2f} "
+                f"samples_per_s={hvd.size() * self.samples / seconds:.1f}"
+            )
 
 
 if __name__ == "__main__":
-    number = os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
-    with pulse.watched(f"rank {number}"):  # the launcher sees it die or hang
-        reason = main()
-        hvd.shutdown()
+    reason = main()
+    hvd.shutdown()
     print(reason, file=sys.stderr, end="\n" if reason else "", flush=True)
     # Not sys.exit, which destroys everything: the iterator would wait for tf.data's tuning thread,
     # and that sleeps for up to a minute.

@@ -1,0 +1,44 @@
+"""The job's hyperparameters: declared here, read by launcher.py, train_data.py and train_dnn.py.
+
+Standard library only, as what the launcher runs on.
+"""
+
+import argparse
+import os
+from collections.abc import Callable
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return what reads a whole number between limits."""
+
+    def read(text: str) -> int:
+        number = int(text) if text.lstrip("-").isdecimal() else None
+        if number is None or number < least or (most is not None and number > most):
+            limits = f"{least} or more" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"must be {limits}, not {text}")
+        return number
+
+    return read
+
+
+def parser(fail: Callable[[str], None]) -> argparse.ArgumentParser:
+    """Return a parser of the hyperparameters, which calls `fail` with a sentence on wrong ones."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.error = fail
+    add, gpus = parser.add_argument, int(os.environ.get("SM_NUM_GPUS", "0"))
+    add("--data-mode", choices=["local", "service", "synthetic"], help="where samples come from")
+    add("--data-group", default="data_group", help="instance group that preprocesses")
+    add("--dnn-group", default="dnn_group", help="instance group that trains")
+    add("--processes-per-host", type=whole(1), default=gpus or 1, help="ranks on each dnn host")
+    add("--parallelism", choices=["ddp", "fsdp"], default="ddp", help="how ranks share the model")
+    add("--model", default="mnist", help="mnist: the official example's; small: for CPUs")
+    add("--augment", type=whole(0), default=0, help="how finely it is computed; 0: none")
+    add("--batch-size", type=whole(1), default=128, help="samples per rank and step")
+    add("--epochs", type=whole(1), default=1)
+    add("--max-steps", type=whole(0), default=0, help="stop after so many; 0: no limit")
+    add("--lr", type=float, default=0.001, help="learning rate of Adam")
+    add("--seed", type=whole(0, 2**32 - 1), default=0)
+    add("--workers", type=whole(0), default=0, help="data processes per host or rank; 0: by cores")
+    add("--log-every", type=whole(1), default=10, help="steps between two log lines")
+    add("--checkpoint-every", type=whole(1), default=100, help="steps between two checkpoints")
+    return parser
