@@ -332,9 +332,14 @@ def measure(
         other, accelerator_ms, without_data = _read_job(synthetic_job, session)
         if other != group:
             raise ValueError(f"{job_name!r} ran on {group}, but {synthetic_job!r} on {other}.")
-        if step_ms < accelerator_ms < 1.05 * step_ms:  # an accelerator-bound job, and noise
-            accelerator_ms = step_ms
         source += f"; without data, job {synthetic_job}"
+        if accelerator_ms > step_ms:  # which only noise can explain, or a mistake
+            if accelerator_ms > 1.05 * step_ms:
+                source += (
+                    f", whose steps were longer, {accelerator_ms:,.0f} ms, and count as equally "
+                    "long: either the machine was busy with other things, or the jobs are swapped"
+                )
+            accelerator_ms = step_ms
     instance_type, count = group
     return Measured(
         instance_type,

@@ -122,7 +122,7 @@ def test_lines_for_torchrun(jobs: Jobs):
     assert count == 1
     train = "import torch\nimport torch.distributed as dist\n"
     train += "dist.init_process_group('gloo')\nranks = [None] * dist.get_world_size()\n"
-    train += "dist.all_gather_object(ranks, dist.get_rank())\nprint('ranks', *ranks)\n"
+    train += "dist.all_gather_object(ranks, dist.get_rank())\nprint(f'ranks {ranks}')\n"
     files = {**TOY_SCRIPTS, "train.py": train, "launcher.py": launcher}
     files["hetero.py"] = (EXAMPLE / "code" / "hetero.py").read_text()
     groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 2)}
@@ -130,7 +130,7 @@ def test_lines_for_torchrun(jobs: Jobs):
     job = jobs.run(files, "exec python launcher.py", groups, environment=environment)
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     log = "\n".join(jobs.log(job["TrainingJobName"]))
-    assert log.count("ranks 0 1 2 3") == 4
+    assert log.count("ranks [0, 1, 2, 3]") == 4
 
 
 def test_lines_that_resume_on_another_number_of_ranks():

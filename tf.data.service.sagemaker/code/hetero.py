@@ -30,7 +30,7 @@ TOKEN = os.environ.get("HETERO_TOKEN", "")  # by which the job's hosts know each
 BASE_PORT = 7710  # the leader's; rank 0's, data servers' and TensorFlow workers' are above it
 MASTER_PORT, SERVER_PORT, WORKER_PORT = 1, 2, 10
 JOIN_SECONDS = 600  # hosts load the image and their data, and not equally fast
-HELLO_SECONDS, MOST_STRANGERS = 5, 64  # for connections that have not said who they are
+HELLO_SECONDS = 5  # for a connection to say who it is
 TICK_SECONDS, BEAT_SECONDS, LOST_SECONDS = 0.05, 2, 20  # a host without signs of life is lost
 RESTARTS, HEALTHY_SECONDS = 3, 60  # of a data server in a row, and when it counts as well again
 # A rank that fails may exit long after others that miss it, and is the better reason. So long is
@@ -177,22 +177,18 @@ class Process:
         return f"{self.name} {how}{error}", is_error and bool(CUT_OFF.match(self.last_error))
 
 
-class NoAnswer(ConnectionError):
-    """The other side is silent for longer than any host that runs, or has refused this one."""
-
-
 def send(writer: asyncio.StreamWriter, message: dict) -> None:
     """Send a JSON object on a line."""
     writer.write(json.dumps(message).encode() + b"\n")
 
 
 async def receive(reader: asyncio.StreamReader, seconds: float) -> dict:
-    """Return the next message; raise ConnectionError, with the reason, if none comes in time."""
+    """Return the next message; raise TimeoutError or ConnectionError, with the reason, if none."""
     try:
         if line := await asyncio.wait_for(reader.readline(), seconds):
             return dict(json.loads(line))
     except asyncio.TimeoutError:
-        raise NoAnswer(f"silent for {seconds} s") from None
+        raise TimeoutError(f"silent for {seconds} s") from None
     except (ValueError, TypeError, RecursionError):  # too long, or not an object
         raise ConnectionError("not a launcher's message") from None
     raise ConnectionError("connection closed")
@@ -203,14 +199,19 @@ class Leader:
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster  # whose group, on the leader's host, is the training's
-        self.absent = {host for hosts in cluster.groups.values() for host in hosts}
-        self.busy = {*self.absent}  # hosts whose processes may be running
         self.members: dict[str, asyncio.StreamWriter] = {}  # hosts that have come, and not left
-        self.reports: dict[str, dict] = {}  # the last one of each: see Host
-        self.strangers: list[asyncio.StreamWriter] = []  # have not said hello; the oldest first
+        self.reports: dict[str, dict] = {}  # the last one of each that has come: see Host
         self.since: dict[str, float] = {}  # when `lasts` was first asked of something
         self.word = {"start": False, "stop": False, "end": None, "exit": False}  # for all hosts
         self.told_at = 0.0
+
+    def absent(self) -> set[str]:
+        """Hosts that have not come."""
+        return {*sum(self.cluster.groups.values(), [])} - {*self.reports}
+
+    def unfinished(self) -> set[str]:
+        """Hosts whose processes may be running, those that may come yet among them."""
+        return self.absent() | {h for h in self.members if not self.reports[h]["stopped"]}
 
     def tell(self, **news) -> None:
         """Tell all hosts what to do; `end`: whether the job is completed, and the reason."""
@@ -241,7 +242,7 @@ class Leader:
         for exit in (False, True):
             self.tell(exit=exit)
             deadline = time.monotonic() + GOODBYE_SECONDS
-            while late := {*(self.members if exit else self.busy)}:
+            while late := {*self.members} if exit else self.unfinished():
                 if time.monotonic() > deadline:
                     where = self.cluster.where(*late)
                     self.decide(False, f"{where} did not end when the training had ended.")
@@ -254,7 +255,7 @@ class Leader:
 
     def judge(self) -> None:
         """Apply the rules by which the training starts and stops, and the job ends."""
-        absent, reports = self.cluster.where(*self.absent), [*self.reports.values()]
+        absent, reports = self.cluster.where(*self.absent()), [*self.reports.values()]
         start, stop = not absent, any(report["sigterm"] for report in reports)
         if start > self.word["start"] or stop > self.word["stop"]:
             self.tell(start=start, stop=stop)  # some may not have got their SIGTERM yet
@@ -286,18 +287,14 @@ class Leader:
 
     async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Hear a host as long as it is there; refuse a stranger, and print why once in 10 s."""
-        self.strangers.append(writer)
-        if len(self.strangers) > MOST_STRANGERS:  # a host of ours comes again
-            self.strangers.pop(0).transport.abort()
         try:
             report, why = await receive(reader, HELLO_SECONDS), ""
             if not hmac.compare_digest(ascii(report.get("token")), ascii(TOKEN)):
                 why = "wrong token"
-            elif report.get("host") not in [*self.absent]:
+            elif report.get("host") not in [*self.absent()]:
                 why = "a host that is not awaited"
         except (OSError, RecursionError, asyncio.CancelledError) as error:  # nested; the end
             why = str(error) or "the job has ended"
-        self.strangers = [other for other in self.strangers if other is not writer]
         if why:
             send(writer, {"refused": why})
             writer.close()
@@ -307,19 +304,16 @@ class Leader:
                 print(f"hetero: refused a connection from {address}: {why}", flush=True)
             return
         host = report["host"]
-        self.absent.remove(host)
         self.members[host] = writer
         send(writer, self.word)
         try:
             while True:
                 self.reports[host] = report
-                self.busy -= {host} if report["stopped"] else set()
                 report = await receive(reader, LOST_SECONDS)
         except (OSError, asyncio.CancelledError) as error:  # the latter at the end, if it hangs
             del self.members[host]
-            self.busy.discard(host)
             writer.close()
-            if isinstance(error, NoAnswer) or not self.word["exit"]:
+            if isinstance(error, TimeoutError) or not self.word["exit"]:
                 self.decide(False, f"The launcher on {self.cluster.where(host)} is gone: {error}.")
 
 
@@ -355,11 +349,13 @@ class Host:
         loop, waiting = asyncio.get_running_loop(), [*range(self.ranks)]
         loop.add_signal_handler(signal.SIGTERM, lambda: self.say(sigterm=True))
         self.tasks += [loop.create_task(self.serve(server)) for server in servers]
-        word = {"end": None, "exit": False}
+        word = {"end": None, "exit": False, "refused": ""}
         try:
             reader = await self.join()
             while not word["exit"]:
-                word = await receive(reader, LOST_SECONDS)
+                word |= await receive(reader, LOST_SECONDS)
+                if word["refused"]:
+                    raise ConnectionError(f"refused, {word['refused']}")
                 while waiting and word["start"] and not word["stop"]:
                     self.tasks.append(loop.create_task(self.train(command, waiting.pop(0))))
                 while self.until_sigterm and word["stop"]:  # data servers stay for the last steps
@@ -380,24 +376,19 @@ class Host:
         return word["end"]
 
     async def join(self) -> asyncio.StreamReader:
-        """Say hello to the leader, which may come up later than this host."""
+        """Connect with the leader, which may come up later than this host, and say hello."""
         address = self.cluster.address(self.leader), self.cluster.base_port
         deadline = time.monotonic() + JOIN_SECONDS
-        while True:
+        while not self.writer:
             try:
                 connecting = asyncio.open_connection(*address, limit=LONGEST_LINE)
-                reader, writer = await asyncio.wait_for(connecting, HELLO_SECONDS)
-                send(writer, self.report)
-                if why := (await receive(reader, LOST_SECONDS)).get("refused"):
-                    raise NoAnswer(f"refused, {why}")
-                self.writer = writer
-                return reader
-            except NoAnswer:
-                raise
+                reader, self.writer = await asyncio.wait_for(connecting, HELLO_SECONDS)
             except (OSError, asyncio.TimeoutError) as error:  # not there yet, or too busy
                 if time.monotonic() > deadline or self.report["sigterm"]:
                     raise ConnectionError(f"not there, {error}") from None
-            await asyncio.sleep(0.2)
+                await asyncio.sleep(0.2)
+        self.say()
+        return reader
 
     async def stop_all(self) -> None:
         """SIGTERM for all that runs here, and SIGKILL after STOP_SECONDS."""
