@@ -6,14 +6,16 @@
 
 `exec` makes this process PID 1 of the container, the one that SageMaker sends SIGTERM to. The job's
 hyperparameters are those of arguments.py. Hosts of data_group run train_data.py, those of dnn_group
-train_dnn.py, once for each GPU. A homogeneous job has only the latter, which preprocess themselves.
-For a third group, add its command at the end of this file.
+train_dnn.py, once for each GPU, and where they have the training data also train_data.py, for their
+own ranks on the cores that these leave. A homogeneous job has only ranks, which preprocess
+themselves. For a third group, add its command at the end of this file.
 """
 
 import sys
 
 import arguments
 import hetero
+import spare
 
 HOMOGENEOUS = "homogeneousCluster"  # what SageMaker calls the one group of a homogeneous job
 
@@ -27,9 +29,18 @@ def main() -> None:
     if args.data_mode == "service" and not data_hosts:
         hetero.fail("data-mode 'service' needs a data group: use 'local' in a job without one.")
 
-    channels = hetero.BASE_DIR / "input" / "data"
+    channels, ranks = hetero.BASE_DIR / "input" / "data", args.processes_per_host
     train_data = [sys.executable, "train_data.py", *words, "--bind", cluster.server]
     train_data += ["--train-dir", str(channels / "training")]
+
+    beside, takes_data = None, data_hosts and args.data_mode in (None, "service")
+    if takes_data and cluster.group == dnn_group and (channels / "training").exists():
+        if cores := spare.cores(ranks, args.spare_cores):
+            own = f"unix-abstract:{cluster.host}:{cluster.base_port}"  # for this host's ranks alone
+            beside = [sys.executable, "spare.py", ",".join(map(str, cores)), *train_data[1:]]
+            beside += ["--bind", own, "--workers", str(len(cores))]
+            data_hosts.append(own)
+        print(f"spare_cores={len(cores)}", flush=True)
 
     train_dnn = [sys.executable, "train_dnn.py", *words, "--data-hosts", ",".join(data_hosts)]
     train_dnn += ["--train-dir", str(channels / "training")]
@@ -39,7 +50,7 @@ def main() -> None:
     train_dnn += ["--checkpoint-dir", str(hetero.BASE_DIR / "checkpoints")]
 
     commands = {args.data_group: train_data, dnn_group: train_dnn}
-    hetero.run(cluster, dnn_group, commands, ranks=args.processes_per_host)
+    hetero.run(cluster, dnn_group, commands, ranks=ranks, beside=beside)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ answer will do. A slower host is asked for what is needed later, so that it come
 """
 
 import math
+import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -38,6 +39,13 @@ class Host:
     failing_since: float = field(default_factory=time.monotonic)
     latency: float = 0.0  # seconds from asking for a batch until it was ready, lately
 
+    def calls(self) -> int:
+        """How many batches this rank asks for at a time: its share of the workers, and some."""
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if self.address.startswith("unix"):  # a server on this host, for its own ranks
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return math.ceil(self.workers / ranks) + CALLS_BESIDE
+
     def connect(self) -> grpc.Channel:
         return grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
 
@@ -65,12 +73,10 @@ class Epoch:
         self.changed = threading.Condition(lock)  # for the fetching threads
         self.came = threading.Condition(lock)  # for the training
         self.channels = [host.connect() for host in dataset.hosts]
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self.threads = [
-            threading.Thread(target=self.fetch_all, args=(host, channel), daemon=True)
+            threading.Thread(target=self.fetch_all, args=(host, channel, number), daemon=True)
             for host, channel in zip(dataset.hosts, self.channels, strict=True)
-            for i in range(math.ceil(host.workers / ranks) + CALLS_BESIDE)
-            if i < max(1, MAX_THREADS // len(dataset.hosts))
+            for number in range(min(host.calls(), max(1, MAX_THREADS // len(dataset.hosts))))
         ]
         for thread in self.threads:
             thread.start()
@@ -126,8 +132,7 @@ class Epoch:
 
     def latency(self) -> float:
         """Return the seconds that the fastest host takes for a batch; 0: not known."""
-        hosts = self.dataset.hosts
-        return min((host.latency for host in hosts if host.latency and host.is_up), default=0.0)
+        return min((h.latency for h in self.dataset.hosts if h.latency and h.is_up), default=0.0)
 
     def ahead(self, host: Host) -> int:
         """Return how many batches the training takes in the time by which a host is slower."""
@@ -150,7 +155,7 @@ class Epoch:
                 return task
         return None
 
-    def fetch_all(self, host: Host, channel: grpc.Channel) -> None:
+    def fetch_all(self, host: Host, channel: grpc.Channel, number: int) -> None:
         """In a thread: fetch batch after batch; if the host fails, wait until it answers."""
         ask = channel.unary_stream(f"/{SERVICE}/Batch", messages.BatchRequest.SerializeToString)
         while not self.closing.is_set():
@@ -158,6 +163,8 @@ class Epoch:
                 if not host.is_up:
                     host.workers = self.dataset.ask(channel).result().workers
                     host.is_up = True
+                if number >= host.calls():  # it has fewer workers than the host asked first
+                    return
                 with self.changed:
                     task = self.pop(host)
                     if not task and not self.closing.is_set():

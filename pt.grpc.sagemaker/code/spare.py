@@ -1,0 +1,33 @@
+"""The cores of a training host that its ranks leave, for a data server beside them.
+
+    python spare.py 2,3,6,7 train_data.py ...
+
+runs the program on these vCPUs alone, and while nobody else wants to run there: Linux's scheduling
+policy IDLE. They are whole physical cores, since a vCPU takes from the other one of its core.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+# The vCPUs of the core that a vCPU belongs to.
+SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+
+
+def cores(ranks: int, most: int | None = None) -> list[int]:
+    """Return the numbers of the vCPUs that are spare: all but a physical core for each rank.
+
+    most: so many of all instead.
+    """
+    by_core: dict[str, list[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        by_core.setdefault(Path(SIBLINGS.format(cpu)).read_text(), []).append(cpu)
+    kept = 0 if most is not None else ranks
+    spare = sum([*by_core.values()][kept:], [])
+    return spare if most is None else spare[max(0, len(spare) - most) :]
+
+
+if __name__ == "__main__":
+    os.sched_setaffinity(0, map(int, sys.argv[1].split(",")))
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])

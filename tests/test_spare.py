@@ -1,0 +1,85 @@
+"""Spare cores of the PyTorch example's training hosts prepare data, too."""
+
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import endings
+from data_hosts import service, starting, up, wait_until
+from jobs import Jobs
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pt.grpc.sagemaker" / "code"))
+
+import spare  # noqa: E402
+from feed.epoch import CALLS_BESIDE, Host  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    "ranks, most, expected",
+    [
+        (1, None, [1, 5, 2, 6, 3, 7]),  # all but the first core, whose second vCPU is not ours
+        (3, None, [3, 7]),
+        (4, None, []),
+        (9, None, []),
+        (1, 0, []),
+        (1, 2, [3, 7]),
+        (4, 7, [0, 1, 5, 2, 6, 3, 7]),  # who asks for all gets them
+        (4, 99, [0, 1, 5, 2, 6, 3, 7]),
+    ],
+)
+def test_each_rank_keeps_a_physical_core(monkeypatch, tmp_path, ranks, most, expected):
+    """Of eight vCPUs, of which four apart are a core, as on AWS, and this process has seven."""
+    for cpu in range(8):
+        (tmp_path / str(cpu)).write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    monkeypatch.setattr(spare, "SIBLINGS", f"{tmp_path}/{{}}")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 5, 6, 7})
+    assert spare.cores(ranks, most) == expected
+
+
+def test_own_server_and_data_host_share_the_batches_and_either_does_for_both():
+    with starting() as start:
+        address = f"unix-abstract:spare cores of {os.getpid()}"
+        own = start("paced", address=address, environment={"PACE": "50"})
+        hosts = up(own, start("paced", environment={"PACE": "51"}))
+        loader = service(hosts, [[i] for i in range(60)])
+        received = list(loader)
+        assert [indices.item() for indices, _ in received] == list(range(60))
+        served = Counter(pace.item() for _, pace in received)
+        assert min(served[50], served[51]) >= 20, served
+
+        own.kill()
+        assert {pace.item() for _, pace in loader} == {51}
+        own.start()
+        up(own)
+        hosts[1].kill()
+        assert [indices.item() for indices, _ in loader] == list(range(60))
+
+
+def test_ranks_of_a_host_share_its_own_server_and_all_ranks_the_others(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert Host("unix-abstract:own", workers=6).calls() == 3 + CALLS_BESIDE
+    assert Host("algo-1:7712", workers=6).calls() == 6 + CALLS_BESIDE  # one rank in all, here
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_training_host_serves_its_own_ranks_and_does_not_need_to(jobs: Jobs):
+    endings.upload_images()
+    settings = {"hyperparameters": {"spare-cores": 1}, "changes": {"train_dnn.py": endings.ENOUGH}}
+    job = endings.start(jobs, **settings)
+    other, host = (job.host("dnn_group", number) for number in range(2))
+    for _ in range(4):  # after which it is left alone
+        server = job.process("train_data.py", host=host)
+        wait_until(lambda: os.sched_getscheduler(server.pid) == os.SCHED_IDLE)  # noqa: B023
+        server.kill()
+        server.wait(10)
+    jobs.wait_for_log(job.name, "It is left alone.")
+    job.finish_training("step=")
+    done = jobs.wait(job.name)
+    assert done["TrainingJobStatus"] == "Completed", done["FailureReason"]
+    assert sum(line == "spare_cores=1" for line in job.log()) == 2  # on each training host
+    assert any(
+        line.startswith(f"serving 640 samples at unix-abstract:{other}:") for line in job.log()
+    )
