@@ -4,9 +4,9 @@
 
 The data host has the last core of this machine, the training the first. A batch takes 40 ms of CPU
 time. First the training's core is idle while an accelerator computes, 10 ms a step (it sleeps), and
-the training host's own data server has that core too: how many more steps are there in a second?
-Then the training computes 30 ms a step on its core, and its own data server is on the last one, with
-the data host, which it keeps busy: how much longer is a step, without the wait for its batch?
+a data server of the training host's own has that core too: how many more steps are there in a
+second? Then the training computes 30 ms a step on its core, and the server of its own keeps the
+last core busy: how much longer is a step, without the wait for its batch?
 """
 
 import contextlib
