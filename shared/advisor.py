@@ -3,7 +3,9 @@
     python -m shared.advisor --instance ml.p4d.24xlarge --step-ms 192 --accelerator-ms 80
     python -m shared.advisor --instance ml.p4d.24xlarge --vcpus-per-gpu 20
     python -m shared.advisor --job NAME --synthetic-job NAME
+    python -m shared.advisor --log FILE
 
+FILE is the output of a script that was run with measured.py; if the job NAME was, it says all.
 In a notebook: %run -m shared.advisor --job NAME. Jobs of the local SageMaker are known only there.
 
 The numbers come from prediction.py's formula. The verdict follows the flowchart that AWS published
@@ -25,12 +27,15 @@ import pandas as pd
 from botocore.exceptions import BotoCoreError, ClientError
 
 from shared.commands import reader_may_leave
+from shared.measured import CPU_BOUND_PERCENT, WORTH_PERCENT
 from shared.prediction import (
     NEAR_PERCENT,
     Measured,
+    from_numbers,
     instance_types,
     measure,
     needing,
+    numbers_in,
     predict,
     with_data_hosts,
 )
@@ -39,8 +44,6 @@ if TYPE_CHECKING:  # imported where they are used: the command shall start quick
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WORTH_PERCENT = 10  # accelerators that wait for less of each step leave little to gain
-CPU_BOUND_PERCENT = 80  # while the CPUs are less busy, something else holds the job up
 MOST_LABELS = 8  # in the figure
 
 STAY, SCALE_UP, GO = "stay", "scale up", "go heterogeneous"
@@ -266,6 +269,20 @@ def describe(advice: Advice) -> str:
     )
 
 
+def shortlist(advice: Advice) -> str:
+    """Write the verdict; for a job that is CPU-bound also three clusters, the recommended first."""
+    lines = [
+        f"advice        {advice.verdict}" + f": {advice.recommended}" * bool(advice.recommended)
+    ]
+    if advice.verdict not in (STAY, ELSEWHERE):
+        others = worth_a_look(advice).iloc[1:].copy()  # without the measured cluster
+        others["other"] = others["instances"] != advice.recommended
+        for _, row in others.sort_values(["other", "USD per 1,000 steps"]).head(3).iterrows():
+            cost = f"USD {row['USD per 1,000 steps']:,.4f} per 1,000 steps, {_saving(row)}"
+            lines.append(f"{row['instances']}: {row['step time (ms)']:,.1f} ms a step, {cost}")
+    return "\n              ".join(lines)
+
+
 def worth_a_look(advice: Advice) -> pd.DataFrame:
     """Choose candidates to show: the measured cluster, scale-ups, and those with data hosts that
     are on or near the frontier; where no floor makes a frontier, those with one data host.
@@ -372,6 +389,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--job", help="a homogeneous training job: its numbers are looked up")
     add("--synthetic-job", help="the same job with --data-mode synthetic")
+    add("--log", metavar="FILE", help="output of a script that was run with measured.py")
     add("--instance", help="instance type that trains, such as ml.p4d.24xlarge")
     add("--count", type=int, help="number of these instances; default: 1")
     add("--step-ms", type=float, help="time of a step, waiting for data included")
@@ -408,18 +426,20 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _measured(args: argparse.Namespace) -> Measured:
-    """Take the job's numbers from one of three sources, of which each has options of its own."""
+    """Take the job's numbers from one of four sources, of which each has options of its own."""
     sources = {
         "job": {"synthetic_job"},
+        "log": {"instance", "count"},
         "step_ms": {"instance", "count", "accelerator_ms", "cpu_percent", "gpu_percent"},
         "vcpus_per_gpu": {"instance", "count", "accelerator_ms"},
     }
     options = {*sources, *set.union(*sources.values())}
     given = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
     source = next((name for name in sources if name in given), None)
-    if source is None or (source != "job" and not args.instance):
+    if source is None or (source not in ("job", "log") and not args.instance):
         raise ValueError(
-            "Give --job NAME, or --instance TYPE with either --step-ms or --vcpus-per-gpu."
+            "Give --job NAME, --log FILE, or --instance TYPE with either --step-ms or "
+            "--vcpus-per-gpu."
         )
     if others := sorted(given.keys() - {source} - sources[source]):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
@@ -427,11 +447,28 @@ def _measured(args: argparse.Namespace) -> Measured:
     instance_type = given.pop("instance", None)
     if source == "job":
         measured = measure(args.job, args.synthetic_job)
+    elif source == "log":
+        measured = _read_log(args.log, instance_type, args.count)
     elif source == "step_ms":
         measured = Measured(instance_type, **given)
     else:
         measured = needing(instance_type, **given, region=args.region, as_of=args.as_of)
     return replace(measured, mb_per_step=args.mb_per_step)
+
+
+def _read_log(path: str, instance_type: str | None, count: int | None) -> Measured:
+    """Take the numbers that measured.py has printed; the command line may correct the instances."""
+    with open(path, errors="replace") as file:
+        numbers = numbers_in(file)
+    if not numbers:
+        raise ValueError(
+            f'{path} has no line of numbers ({{"measured": ...}}): measured.py prints it last.'
+        )
+    given = {"instance_type": instance_type, "count": count}
+    numbers |= {name: value for name, value in given.items() if value is not None}
+    if "instance_type" not in numbers:
+        raise ValueError(f"{path} does not say on which instance type it ran: add --instance TYPE.")
+    return from_numbers(numbers)
 
 
 def _cores(text: str) -> tuple[str, int]:

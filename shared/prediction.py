@@ -21,7 +21,8 @@ not known. The work done per clock cycle differs by generation and is left out. 
 """
 
 import contextlib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
@@ -30,12 +31,14 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from shared import prices
+from shared.measured import NOTICE
 
 if TYPE_CHECKING:
     import boto3
 
 NEAR_PERCENT = 5  # dearer than the cheapest that is as fast: still near the frontier
 MOST_DATA_HOSTS = 8
+NUMBERS = '{"measured": '  # with which measured.py's line begins
 DATA_HOSTS = r"ml\.[cmr]\d"  # AWS's names of families for computing, for all purposes, with memory
 
 
@@ -313,6 +316,47 @@ def needing(
     return Measured(instance_type, step_ms, count, accelerator_ms, cpu_percent, source=source)
 
 
+def numbers_in(lines: Iterable[str]) -> dict[str, Any]:
+    """Find what measured.py has printed among the lines of a log; the last, if there are several.
+
+    Returns:
+        What `from_numbers` takes; empty if there is no such line.
+
+    Raises:
+        ValueError: the line is not whole.
+    """
+    found = [start + rest for _, start, rest in (line.partition(NUMBERS) for line in lines)]
+    text = next((text for text in reversed(found) if text), "")
+    try:  # what comes after it, such as the end of a colour, does not matter
+        return json.JSONDecoder().raw_decode(text)[0]["measured"] if text else {}
+    except ValueError:
+        raise ValueError(f"The line of numbers is not whole: {text.strip()[:60]}...") from None
+
+
+def from_numbers(numbers: Mapping[str, Any]) -> Measured:
+    """Take a job's numbers as measured.py has them, by the names of Measured's attributes.
+
+    Raises:
+        ValueError: they cannot be, or lack something.
+    """
+    try:
+        floor, note = _floor(numbers["step_ms"], numbers["accelerator_ms"])
+        source = numbers.get("source", "") + note
+        return Measured(**{**numbers, "accelerator_ms": floor, "source": source})
+    except (KeyError, TypeError):
+        raise ValueError(f"These are not the numbers of measured.py: {dict(numbers)}.") from None
+
+
+def _floor(step_ms: float, accelerator_ms: float) -> tuple[float, str]:
+    """Step time without data, which only noise or a mistake can make longer; and what to say."""
+    if accelerator_ms <= 1.05 * step_ms:
+        return min(accelerator_ms, step_ms), ""
+    return step_ms, (
+        f", whose steps were longer, {accelerator_ms:,.0f} ms, and count as equally long: either "
+        "the machine was busy with other things, or the two are swapped"
+    )
+
+
 def measure(
     job_name: str, synthetic_job: str | None = None, session: "boto3.Session | None" = None
 ) -> Measured:
@@ -320,26 +364,34 @@ def measure(
 
     Args:
         job_name: A homogeneous job that has ended. Its step time is the median of its step lines.
+            If it was run with measured.py, all numbers are from what that has printed.
         synthetic_job: The same job with --data-mode synthetic, for the accelerator floor.
         session: boto3 session to use instead of the default one.
 
     Raises:
         ValueError: there is no such job, it runs, it failed, it is heterogeneous, or has no steps.
     """
-    group, step_ms, use = _read_job(job_name, session)
+    from shared import monitoring  # not above: it takes longer to import than all else
+
+    group = _instances(job_name, session)
+    lines = [line.text for line in monitoring.logs(job_name, session)]
+    if numbers := numbers_in(lines):
+        if synthetic_job:
+            raise ValueError(f"{job_name!r} has measured both step times: give no second job.")
+        source = f"Job {job_name}: {numbers.get('source', '')}"
+        known = {"instance_type": group[0], "count": group[1], "source": source}
+        return from_numbers({**numbers, **known})
+    if any(NOTICE in line for line in lines):
+        raise ValueError(f"{job_name!r} was for measuring, but its log has no result of it.")
+    step_ms, use = _read_job(job_name, session)
     accelerator_ms, without_data, source = nan, {"CPU": nan}, f"Job {job_name}"
     if synthetic_job:
-        other, accelerator_ms, without_data = _read_job(synthetic_job, session)
+        other = _instances(synthetic_job, session)
         if other != group:
             raise ValueError(f"{job_name!r} ran on {group}, but {synthetic_job!r} on {other}.")
-        source += f"; without data, job {synthetic_job}"
-        if accelerator_ms > step_ms:  # which only noise can explain, or a mistake
-            if accelerator_ms > 1.05 * step_ms:
-                source += (
-                    f", whose steps were longer, {accelerator_ms:,.0f} ms, and count as equally "
-                    "long: either the machine was busy with other things, or the jobs are swapped"
-                )
-            accelerator_ms = step_ms
+        accelerator_ms, without_data = _read_job(synthetic_job, session)
+        accelerator_ms, note = _floor(step_ms, accelerator_ms)
+        source += f"; without data, job {synthetic_job}{note}"
     instance_type, count = group
     return Measured(
         instance_type,
@@ -353,11 +405,9 @@ def measure(
     )
 
 
-def _read_job(
-    name: str, session: "boto3.Session | None"
-) -> tuple[tuple[str, int], float, dict[str, float]]:
-    """Instance type and count, median step time in ms, and percent of CPUs and GPUs in use."""
-    from shared import costs, monitoring  # not above: they take longer to import than all else
+def _instances(name: str, session: "boto3.Session | None") -> tuple[str, int]:
+    """Instance type and count of a homogeneous job that has ended."""
+    from shared import costs, monitoring
 
     job = monitoring.describe(name, session)
     status = job["TrainingJobStatus"]
@@ -370,10 +420,17 @@ def _read_job(
             "homogeneous one, whose data is prepared on the instances that train."
         )
     ((instance_type, count),) = instances.items()
+    return instance_type, count
+
+
+def _read_job(name: str, session: "boto3.Session | None") -> tuple[float, dict[str, float]]:
+    """Median step time in ms, and percent of CPUs and GPUs in use."""
+    from shared import monitoring
+
     step_ms = float(monitoring.steps(name, session)["step_time_ms"].median())
     table = monitoring.utilisation(name, session)
     use = {unit: nan for unit in ("CPU", "GPU")}
     for unit in use:
         if f"{unit} (%)" in table and table[f"{unit} (%)"].notna().all():
             use[unit] = min(100.0, float(table[f"{unit} (%)"].mean()))  # hosts are of one type
-    return (instance_type, count), step_ms, use
+    return step_ms, use

@@ -1,0 +1,310 @@
+"""Does training wait for its CPUs? One line in a script of one's own, one run, on any machine.
+
+    for batch in measured(loader):  # instead of: for batch in loader
+
+For loops over a DataLoader or a tf.data.Dataset; `measured_fit` is for Keras. Copy this file: it
+needs the standard library alone. A run alternates between K steps with real batches and K with one
+batch again and again. It prints the step times of both, how busy the CPUs were and what follows,
+with this repository on PYTHONPATH also which clusters would be better, and a line of JSON, which
+`python -m shared.advisor --log FILE` and `--job NAME` read.
+
+While a batch is repeated the loader fills its buffers, and real steps after that take batches that
+cost no time: what the buffers can hold is dropped first. Until they are full the loader takes CPU
+time: repeated steps wait for that. Ranks must change at the same step, so the numbers of steps come
+from counts, not from times. Batches are lost: what such a run trains is not to be used.
+"""
+
+import atexit
+import json
+import os
+import sys
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableMapping
+from copy import copy
+from dataclasses import dataclass
+from http.client import HTTPException
+from itertools import cycle, islice, pairwise
+from math import ceil, lcm, nan
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+MIN_CYCLES = 3
+WORTH_PERCENT = 10  # accelerators that wait for less of each step leave little to gain
+CPU_BOUND_PERCENT = 80  # while the CPUs are less busy, something else holds the job up
+NOTICE = "measured: this run is for measuring, as batches are dropped and repeated"
+Stretch = list[tuple[float, int, int]]  # at both ends: time in s; ticks of all CPUs: busy, in all
+_loops: dict[int, "MeasuredLoop"] = {}
+
+
+def measured(
+    loader: Any,
+    steps: int = 0,
+    *,
+    buffer: int | None = None,
+    accumulation: int = 1,
+    instance_type: str = "",
+) -> "MeasuredLoop":
+    """Iterate over `loader`, and measure; called again for the next epoch, it goes on.
+
+    An epoch has len(loader) steps at most. Rank 0 prints the result when the program ends.
+
+    Args:
+        loader: The one that training takes its batches from.
+        steps: Print after so many, for notebooks and programs that end with os._exit; it takes
+            MIN_CYCLES cycles at least. From then on batches come as they are.
+        buffer: How many batches the loader can hold ready; DataLoaders say it themselves.
+        accumulation: How many steps add up their gradients for one update of the weights.
+        instance_type: Such as "ml.g5.xlarge", where neither SageMaker nor EC2 says it.
+
+    Raises:
+        ValueError: how many batches the loader can hold ready is not known.
+    """
+    if id(loader) not in _loops:  # there it stays alive, so that no other loader gets its id
+        dataset, workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", None)
+        known = 0 if workers == 0 else None
+        if hasattr(dataset, "read_ahead"):  # feed.RemoteBatches, for which data hosts hold some
+            known = dataset.read_ahead + sum(host.workers + 2 for host in dataset.dataset.hosts)
+        elif workers:
+            known = loader.prefetch_factor * workers + 2
+        buffer = known if buffer is None else buffer
+        if buffer is None:
+            raise ValueError(
+                f"How many batches this {type(loader).__name__} can hold ready is not known: give "
+                "measured(loader, buffer=N), 0 if it prepares each batch when asked for it."
+            )
+        workers = workers or buffer // 2
+        loop = MeasuredLoop(loader, steps, buffer, workers, accumulation, instance_type)
+        _loops[id(loader)] = loop
+        _say(NOTICE)
+        atexit.register(loop.report)
+    return _loops[id(loader)]
+
+
+@dataclass(eq=False)
+class MeasuredLoop:
+    """What `measured` returns: iterate over it."""
+
+    loader: Any
+    steps: int
+    buffer: int
+    workers: int
+    accumulation: int
+    instance_type: str
+
+    def __post_init__(self) -> None:
+        # Workers that began together are ready together: whole rounds, and whole updates.
+        unit = lcm(max(1, self.workers), self.accumulation)
+        self.stretch = unit * ceil(max(10, 5 * self.workers) / unit)  # K
+        self.settling = max(
+            2, self.workers
+        )  # untimed steps, in which ranks and workers get in pace
+        self.done = self.left = 0  # steps: in all, and still to be done in this epoch
+        self.real: list[Stretch] = []
+        self.repeated: list[Stretch] = []
+        self.reported = False
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        try:
+            self.left = len(self.loader)
+        except TypeError:  # only its end says how long it is
+            self.left = sys.maxsize
+        while not self.steps or self.done < self.steps or len(self.repeated) < MIN_CYCLES:
+            if len(self.real) == len(self.repeated):
+                deque(islice(batches, self.buffer), maxlen=0)
+                source, stretches = batches, self.real
+            else:
+                source, stretches = map(_fresh, cycle(list(islice(batches, 1)))), self.repeated
+                (start, *_), (end, *_) = self.real[-1]
+                # A real step has not been shorter than the loader takes for a batch: that is enough
+                # to fill the buffers, and no rank takes a step meanwhile.
+                time.sleep(self.buffer * (end - start) / self.stretch)
+            yield from self._steps(source, self.settling)
+            sample, before = _sample(self.loader), self.done
+            yield from self._steps(source, self.stretch)
+            if self.done - before < self.stretch:
+                return  # the epoch is over: the next one begins with a stretch of the same kind
+            stretches.append([sample, _sample(self.loader)])
+        self.report()
+        yield from self._steps(batches, self.left)
+
+    def _steps(self, batches: Iterable, count: int) -> Iterator[Any]:
+        for batch in islice(batches, min(count, self.left)):
+            self.left -= 1
+            self.done += 1
+            yield batch
+
+    def report(self) -> None:
+        """Print what has been measured, once, or what it would have taken."""
+        if self.reported:
+            return
+        self.reported, once = True, self.settling + self.stretch
+        if len(self.repeated) >= MIN_CYCLES:
+            return _report(self.real, self.repeated, self.stretch, self.instance_type)
+        _say(
+            f"measured: {self.done} steps were too few: it takes {MIN_CYCLES} x {2 * once}, in "
+            f"epochs of {max(self.buffer + once, 2 * once)} batches or more"
+        )
+
+
+def measured_fit(
+    model: Any,
+    dataset: Any,
+    *,
+    stretch: int = 10,
+    settling: int = 10,
+    instance_type: str = "",
+    **settings: Any,
+) -> None:
+    """Measure Keras' model.fit: on the dataset, and then on its first batch again and again.
+
+    Each of both has `settling` steps and then five stretches, which are timed.
+
+    Args:
+        model: Compiled.
+        dataset: A tf.data.Dataset of batches.
+        stretch: Number of steps; a multiple of steps_per_execution.
+        settling: Likewise; as many as the dataset can hold batches ready, and the first steps.
+        instance_type: As in `measured`.
+        **settings: Others of model.fit, but for epochs.
+    """
+    _say(NOTICE)
+    callbacks, kinds = settings.pop("callbacks", []), []
+    for batches in (dataset.repeat(), dataset.take(1).cache().repeat()):
+        samples: Stretch = []
+
+        def look(batch: int, logs: Any = None, samples: Stretch = samples) -> None:
+            if batch + 1 >= settling and (batch + 1 - settling) % stretch == 0:
+                samples.append(_sample(dataset))
+
+        clock = sys.modules["tensorflow"].keras.callbacks.LambdaCallback(on_train_batch_end=look)
+        clock._supports_tf_logs = True  # else Keras 2 waits for the GPU in each step
+        settings |= {"epochs": 1, "steps_per_epoch": settling + 5 * stretch}
+        model.fit(batches, callbacks=[*callbacks, clock], **settings)
+        kinds.append([*pairwise(samples)])
+    _report(*kinds, stretch, instance_type)
+
+
+def _fresh(batch: Any) -> Any:
+    """Copy the containers in a batch, which scripts take things out of, but not its tensors."""
+    if isinstance(batch, tuple):
+        parts = [_fresh(part) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+    if not isinstance(batch, (list, MutableMapping)):
+        return batch
+    copied = copy(batch)  # of the same class
+    for key in batch if isinstance(batch, MutableMapping) else range(len(batch)):
+        copied[key] = _fresh(batch[key])
+    return copied
+
+
+def _sample(loader: Any) -> tuple[float, int, int]:
+    """Read the clock and the CPUs' ticks, when accelerators have done all that they were given."""
+    torch, tf = sys.modules.get("torch"), sys.modules.get("tensorflow")
+    if tf and (not torch or isinstance(loader, tf.data.Dataset)):
+        tf.test.experimental.sync_devices()
+    elif torch and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    try:
+        with open("/proc/stat") as file:  # its first line: user, nice, system, idle, iowait, ...
+            ticks = [int(number) for number in file.readline().split()[1:9]]
+    except OSError:  # not Linux: the use of the CPUs is not known
+        ticks = [0] * 8
+    return time.perf_counter(), sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+
+def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
+    """Print all that is found by stretches of so many steps."""
+    (step_ms, spread, cpu), (floor_ms, floor_spread, training_cpu) = (
+        _summary(real, steps), _summary(repeated, steps)
+    )  # fmt: skip
+    waiting = max(0.0, 100 * (1 - floor_ms / step_ms))
+    verdict = "CPU-bound: more vCPUs for each GPU make it faster"
+    if waiting < WORTH_PERCENT:
+        verdict = "not CPU-bound: there is little to gain"
+    elif cpu < CPU_BOUND_PERCENT:
+        verdict = "not CPU-bound: look at the number of data workers, at storage and network"
+    known_type, count, machine = _machine()
+    numbers = {
+        "step_ms": step_ms,
+        "accelerator_ms": floor_ms,
+        "cpu_percent": cpu,
+        "training_cpu_percent": training_cpu,
+        "instance_type": instance_type or known_type,
+        "count": count,
+        "source": f"Measured in one run on {machine}: medians of {len(repeated)} stretches of "
+        f"{steps} steps, {spread} with real batches, {floor_spread} with a repeated one",
+    }
+    numbers = {name: value for name, value in numbers.items() if value and value == value}  # no nan
+    _say(
+        f"step time     {step_ms:.1f} ms ({spread})\nwithout data  {floor_ms:.1f} ms "
+        f"({floor_spread})\nwaiting       {waiting:.0f} % of a step\n"
+        f"CPUs busy     {cpu:.0f} %, without data {training_cpu:.0f} % ({machine})\n"
+        f"verdict       {verdict}\n{_clusters(numbers)}\n{NOTICE}\n"
+        + json.dumps({"measured": numbers})
+    )
+
+
+def _summary(stretches: list, steps: int) -> tuple[float, str, float]:
+    """Median step time in ms, its spread, and percent of all CPUs in use; nan if not known."""
+    times = [1000 * (end[0] - start[0]) / steps for start, end in stretches]
+    busy, ticks = (sum(end[i] - start[i] for start, end in stretches) for i in (1, 2))
+    spread = f"{min(times):.1f} to {max(times):.1f} ms"
+    return median(times), spread, 100 * busy / ticks if ticks else nan
+
+
+def _clusters(numbers: dict[str, Any]) -> str:
+    """What advisor.py makes of the numbers, or why it cannot tell."""
+    if "instance_type" not in numbers:
+        return "clusters      for which instance? Give it as instance_type"
+    try:
+        from shared import advisor, prediction
+
+        return advisor.shortlist(advisor.advise(prediction.from_numbers(numbers)))
+    except ImportError:
+        return "clusters      see python -m shared.advisor --log FILE, with this output in FILE"
+    except ValueError as error:
+        return f"clusters      {error}"
+
+
+def _machine() -> tuple[str, int, str]:
+    """Type of the instances that train, or "", their number, and what this one has."""
+    torch, gpus = sys.modules.get("torch"), os.environ.get("SM_NUM_GPUS")
+    if not gpus and torch and torch.cuda.is_available():
+        gpus = str(torch.cuda.device_count())
+    machine = f"{os.cpu_count()} vCPUs" + f" and {gpus} GPUs" * bool(gpus)
+    folder = os.environ.get("SM_INPUT_CONFIG_DIR", "/opt/ml/input/config")
+    path = Path(folder, "resourceconfig.json")
+    if path.exists():
+        config = json.loads(path.read_text())
+        return config["current_instance_type"], len(config["hosts"]), machine
+    place = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254")
+    try:
+        token = _ask(f"{place}/latest/api/token", "PUT", "X-aws-ec2-metadata-token-ttl-seconds: 60")
+        token = f"X-aws-ec2-metadata-token: {token}"
+        name = _ask(f"{place}/latest/meta-data/instance-type", "GET", token)
+        return f"ml.{name}", 1, machine
+    except (OSError, ValueError, HTTPException):  # this is no instance of EC2
+        return "", 1, machine
+
+
+def _ask(url: str, method: str, header: str) -> str:
+    """Answer of EC2's metadata service, which comes at once and without a proxy, or not at all."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    headers = dict([header.split(": ")])
+    request = urllib.request.Request(url, method=method, headers=headers)
+    with direct.open(request, timeout=0.3) as answer:
+        return answer.read().decode()
+
+
+def _say(text: str) -> None:
+    """Print on rank 0."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK")  # torchrun's, mpirun's, horovodrun's
+    if next((os.environ[name] for name in names if name in os.environ), "0") == "0":
+        print(text, flush=True)
