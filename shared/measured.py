@@ -98,9 +98,7 @@ class MeasuredLoop:
         # Workers that began together are ready together: whole rounds, and whole updates.
         unit = lcm(max(1, self.workers), self.accumulation)
         self.stretch = unit * ceil(max(10, 5 * self.workers) / unit)  # K
-        self.settling = max(
-            2, self.workers
-        )  # untimed steps, in which ranks and workers get in pace
+        self.settling = max(2, self.workers)  # untimed steps, in which all get in pace
         self.done = self.left = 0  # steps: in all, and still to be done in this epoch
         self.real: list[Stretch] = []
         self.repeated: list[Stretch] = []
@@ -221,15 +219,17 @@ def _sample(loader: Any) -> tuple[float, int, int]:
 
 def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
     """Print all that is found by stretches of so many steps."""
-    (step_ms, spread, cpu), (floor_ms, floor_spread, training_cpu) = (
-        _summary(real, steps), _summary(repeated, steps)
-    )  # fmt: skip
+    step_ms, spread, cpu = _summary(real, steps)
+    floor_ms, floor_spread, training_cpu = _summary(repeated, steps)
     waiting = max(0.0, 100 * (1 - floor_ms / step_ms))
     verdict = "CPU-bound: more vCPUs for each GPU make it faster"
     if waiting < WORTH_PERCENT:
         verdict = "not CPU-bound: there is little to gain"
     elif cpu < CPU_BOUND_PERCENT:
         verdict = "not CPU-bound: look at the number of data workers, at storage and network"
+    use = "not known"
+    if cpu == cpu:
+        use = f"{cpu:.0f} %, without data {training_cpu:.0f} %"
     known_type, count, machine = _machine()
     numbers = {
         "step_ms": step_ms,
@@ -245,7 +245,7 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
     _say(
         f"step time     {step_ms:.1f} ms ({spread})\nwithout data  {floor_ms:.1f} ms "
         f"({floor_spread})\nwaiting       {waiting:.0f} % of a step\n"
-        f"CPUs busy     {cpu:.0f} %, without data {training_cpu:.0f} % ({machine})\n"
+        f"CPUs busy     {use}, on {machine}\n"
         f"verdict       {verdict}\n{_clusters(numbers)}\n{NOTICE}\n"
         + json.dumps({"measured": numbers})
     )

@@ -351,7 +351,7 @@ def test_gpu_preprocessing_breaks_even_where_it_costs_the_same(capsys):
             "--vcpus-per-gpu cannot be combined with --cpu-percent",
         ),
         ("--instance ml.p4d.24xlarge", "either --step-ms or --vcpus-per-gpu"),
-        ("", "Give --job NAME, or --instance TYPE"),
+        ("", "Give --job NAME, --log FILE, or --instance TYPE"),
     ],
 )
 def test_wrong_input_is_one_clear_sentence(capsys, arguments, sentence):

@@ -3,8 +3,7 @@
 import http.server
 import itertools
 import json
-import os
-import sys
+import re
 import threading
 import time
 from collections import namedtuple
@@ -13,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jobs import ROOT
 from shared import measured as module
-from shared.measured import MIN_CYCLES, measured
+from shared import prediction
+from shared.measured import measured
 from test_advisor import refusal, run
 
 P4D = {"instance_type": "ml.p4d.24xlarge"}
@@ -23,15 +22,23 @@ P4D = {"instance_type": "ml.p4d.24xlarge"}
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """No instance of EC2 answers, and no test measures what another has begun."""
+    """No instance of EC2 answers, and no test measures what another has begun.
+
+    One thread: several would wait for each other where other programs have a core.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(module, "_loops", {})
     monkeypatch.setattr(module.atexit, "register", lambda report: None)
+    yield
+    torch.set_num_threads(threads)
 
 
 def numbers(printed: str) -> dict:
-    """What the line of JSON says, which is the last one."""
-    return json.loads(printed.splitlines()[-1])["measured"]
+    """What the line of JSON says."""
+    [line] = [line for line in printed.splitlines() if line.startswith(prediction.NUMBERS)]
+    return json.loads(line)["measured"]
 
 
 # --- In a world of its own, where only what is asked for takes time: to the millisecond. ---
@@ -155,3 +162,262 @@ def test_its_buffer_is_full_when_repeated_steps_are_timed(clock, monkeypatch):
     monkeypatch.setattr(module, "_sample", look)
     train(clock, measured(loader), 0.1)
     assert len(left) > 6 and max(left) <= 0
+
+
+Pair = namedtuple("Pair", "images labels")
+
+
+def test_each_repeated_batch_is_a_fresh_container():
+    """Scripts take things out of it."""
+
+    def batch():
+        return {"x": [1, {"y": 2}], "pair": Pair({"z": 3}, 4), "plain": ({5: 6}, 7)}
+
+    seen = 0
+    for got in measured([batch() for _ in range(100)], buffer=0):
+        assert got == batch() and type(got["pair"]) is Pair
+        got["x"][1].clear(), got["pair"].images.clear(), got["plain"][0].clear(), got.pop("x")
+        seen += 1
+    assert seen == 100
+
+
+def test_accelerators_are_waited_for_at_the_ends_of_stretches_only(monkeypatch):
+    done, waits = [], []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(done)))
+    for _ in measured(range(48), buffer=0):
+        done.append(1)
+    assert {*waits} == {2, 12, 14, 24, 26, 36, 38, 48}
+
+
+def test_says_what_is_missing(capsys):
+    with pytest.raises(ValueError, match="How many batches this list can hold ready is not known"):
+        measured([1, 2, 3])
+    loop = measured(range(30), buffer=4)
+    for _ in loop:
+        pass
+    capsys.readouterr()
+    loop.report()
+    loop.report()  # the program ends
+    said = capsys.readouterr().out
+    assert said == (
+        "measured: 30 steps were too few: it takes 3 x 24, in epochs of 24 batches or more\n"
+    )
+
+
+@pytest.fixture
+def printed(clock, capsys) -> str:
+    """What a run prints that says after 72 steps what it has found."""
+    loader = SimulatedLoader(clock, 0, seconds=0.3)
+    seen = train(clock, measured(loader, 72, **P4D), 0.1)
+    assert seen[72:] == list(range(39, 367))  # batches as they are, after 36 and 3 repeated ones
+    return capsys.readouterr().out
+
+
+def test_prints_what_follows_and_three_clusters(printed):
+    lines = printed.splitlines()
+    assert lines[0] == lines[-2] == module.NOTICE
+    assert lines[1:4] == [
+        "step time     400.0 ms (400.0 to 400.0 ms)",
+        "without data  100.0 ms (100.0 to 100.0 ms)",
+        "waiting       75 % of a step",
+    ]
+    assert re.match(r"CPUs busy     (not known|\d+ %, without data \d+ %), on \d+ vCPUs", lines[4])
+
+
+def test_advisor_reads_it_from_a_log(printed, capsys, tmp_path):
+    path = tmp_path / "train.log"
+    path.write_text(f"step 1\n{printed}bye\n")
+    text = run(capsys, f"--log {path}")
+    assert "The accelerators need 100.0 of the 400.0 ms of a step, and wait for 75 % of it" in text
+    assert "Measured in one run on" in text and "1 x ml.p4d.24xlarge" in text
+    assert "2 x ml.g5.xlarge, 400.0 ms" in run(
+        capsys, f"--log {path} --instance ml.g5.xlarge --count 2"
+    )
+
+
+@pytest.mark.parametrize(
+    "old, new, sentence",
+    [
+        ('{"measured": ', "", "has no line of numbers"),
+        ('"instance_type": "ml.p4d.24xlarge", ', "", "does not say on which instance type it ran"),
+        ('"count": 1, ', "\n", "The line of numbers is not whole"),
+        ('"step_ms"', '"step"', "These are not the numbers of measured.py"),
+    ],
+)
+def test_a_log_that_cannot_tell_is_one_clear_sentence(
+    printed, capsys, tmp_path, old, new, sentence
+):
+    assert old in printed
+    path = tmp_path / "train.log"
+    path.write_text(printed.replace(old, new))
+    assert sentence in refusal(capsys, f"--log {path}")
+
+
+def test_advisor_reads_it_from_a_job(printed, jobs, capsys):
+    """The instances are the job's, whatever the script was told."""
+    command, one = "python a.py", {"dnn_group": ("ml.g5.xlarge", 1)}
+    names = [
+        jobs.create({"a.py": f"print({text!r})"}, command, one)
+        for text in (printed, printed.replace(prediction.NUMBERS, "lost: "))
+    ]
+    for name in names:
+        jobs.wait(name)
+    capsys.readouterr()
+    text = run(capsys, f"--job {names[0]}")
+    assert (
+        f"Job {names[0]}: Measured in one run on" in text and "1 x ml.g5.xlarge, 400.0 ms" in text
+    )
+    assert "has no result of it" in refusal(capsys, f"--job {names[1]}")
+    both = f"--job {names[0]} --synthetic-job {names[1]}"
+    assert "has measured both step times" in refusal(capsys, both)
+
+
+def test_ec2_says_the_instance_type(monkeypatch):
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def answer(self, text: str) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def do_PUT(self) -> None:
+            self.answer("a token" * (self.path == "/latest/api/token"))
+
+        def do_GET(self) -> None:
+            allowed = self.headers["X-aws-ec2-metadata-token"] == "a token"
+            self.answer("g5.xlarge" * allowed)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", place)
+        assert module._machine()[:2] == ("ml.g5.xlarge", 1)
+        server.shutdown()
+
+
+# --- In real time, where time.sleep stands for work: other programs take none of it. ---
+
+# The loop is that of PyTorch's official example, mnist/main.py.
+MNIST = """
+import time
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.utils.data import DataLoader, Dataset
+
+class Digits(Dataset):
+    def __init__(self, batches, seconds):
+        self.batches, self.seconds = batches, seconds
+    def __len__(self):
+        return 8 * self.batches
+    def __getitem__(self, index):
+        time.sleep(self.seconds / 8)
+        return torch.full((1, 28, 28), index / len(self)), index % 10
+
+class Net(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.fc, self.seconds = nn.Linear(28 * 28, 10), seconds
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return F.log_softmax(self.fc(torch.flatten(x, 1)), dim=1)
+
+def train(args, model, device, train_loader, optimizer, epoch):
+    model.train()
+    for batch_idx, (data, target) in enumerate(train_loader):
+        data, target = data.to(device), target.to(device)
+        optimizer.zero_grad()
+        output = model(data)
+        loss = F.nll_loss(output, target)
+        loss.backward()
+        optimizer.step()
+        if batch_idx % args.log_interval == 0:
+            print(f"Train Epoch: {epoch} [{batch_idx * len(data)}/{len(train_loader.dataset)}]")
+"""
+
+
+def train_mnist(script: str, loader, seconds: float) -> float:
+    """Run the script's loop, and return its step time in ms, without the first steps."""
+    names = {"measured": measured}
+    exec(script, names)
+    model, ends = names["Net"](seconds), []
+    optimizer = torch.optim.Adadelta(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: ends.append(time.perf_counter()))
+    args = SimpleNamespace(log_interval=10)
+    names["train"](args, model, torch.device("cpu"), loader, optimizer, 1)
+    return 1000 * (ends[-1] - ends[9]) / (len(ends) - 10)
+
+
+class OneBatch:
+    """A loader that gives its first batch again and again."""
+
+    def __init__(self, loader):
+        self.dataset, self.batches = loader.dataset, [next(iter(loader))] * 30
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def close(found: dict, step_ms: float, floor_ms: float) -> bool:
+    """Do they differ by less than 10 %?"""
+    print(f"{found['step_ms']:.1f} {step_ms:.1f} {found['accelerator_ms']:.1f} {floor_ms:.1f}")
+    return [found["step_ms"], found["accelerator_ms"]] == pytest.approx(
+        [step_ms, floor_ms], rel=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    "workers, data, step",
+    [(0, 0.02, 0.02), (2, 0.06, 0.015), (2, 0.02, 0.03), (2, 0.06, 0.03)],
+    ids=["no workers", "loader is the limit", "loader is not the limit", "border"],
+)
+def test_pytorch_script_as_two_jobs_find_it(capsys, workers, data, step):
+    names: dict = {}
+    exec(MNIST, names)
+
+    def loader(batches: int):
+        digits = names["Digits"](batches, data)
+        return torch.utils.data.DataLoader(digits, batch_size=8, num_workers=workers)
+
+    with_one_line = MNIST.replace(
+        "enumerate(train_loader)", "enumerate(measured(train_loader, 72))"
+    )
+    assert with_one_line != MNIST
+    for _ in range(3):  # a machine may be too busy even for that, now and then
+        train_mnist(with_one_line, loader(75), step)
+        found = numbers(capsys.readouterr().out)
+        step_ms = train_mnist(MNIST, loader(40), step)
+        if close(found, step_ms, train_mnist(MNIST, OneBatch(loader(1)), step)):
+            return
+    pytest.fail(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("data, step", [(0.04, 0.015), (0.005, 0.03)])
+def test_keras_fit_as_two_jobs_find_it(capsys, data, step):
+    tf = pytest.importorskip("tensorflow")  # there is none for Python 3.12
+
+    from tensorflow.python.data.experimental.ops import testing  # its sleep takes no CPU time
+
+    dataset = tf.data.Dataset.from_tensors(([[1.0, 2.0]], [[3.0]])).repeat()
+    dataset = dataset.apply(testing.sleep(int(1e6 * data))).prefetch(2)
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile(loss="mse")
+    work = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: time.sleep(step))
+
+    def step_ms(dataset) -> float:
+        ends = []
+        look = tf.keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda *_: ends.append(time.perf_counter())
+        )
+        model.fit(dataset, steps_per_epoch=40, callbacks=[work, look], verbose=0)
+        return 1000 * (ends[-1] - ends[9]) / (len(ends) - 10)
+
+    for _ in range(3):
+        module.measured_fit(model, dataset, callbacks=[work], verbose=0)
+        found = numbers(capsys.readouterr().out)
+        if close(found, step_ms(dataset), step_ms(dataset.take(1).cache().repeat())):
+            return
+    pytest.fail(capsys.readouterr().out)

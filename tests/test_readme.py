@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -33,7 +34,7 @@ def blocks_of(folder: Path, language: str, section: str = "") -> list[str]:
     return [block for block in found if MARK not in block]
 
 
-[LOCAL] = blocks_of(ROOT, "python")
+LOCAL, MEASURED = blocks_of(ROOT, "python")
 LAUNCHER, TORCHRUN, V3, V2 = blocks_of(EXAMPLE, "python", "Your own training script")
 SERVE, RESUME = blocks_of(EXAMPLE, "python", "The loader in your own project")
 [DIFF] = blocks_of(EXAMPLE, "diff", "The loader in your own project")
@@ -41,6 +42,7 @@ BEFORE, AFTER = (re.sub(rf"^[{added}].*\n|^.", "", DIFF, flags=re.M) for added i
 *TF_FILES, TF_RANKS, TF_V2 = blocks_of(TENSORFLOW, "python")
 RUN = [
     LOCAL,
+    MEASURED,
     LAUNCHER,
     TORCHRUN,
     V3,
@@ -322,6 +324,20 @@ def test_lines_for_local_jobs(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "Completed"
+
+
+def test_lines_for_one_s_own_script(tmp_path: Path):
+    """With measured.py copied, and nothing else of this repository."""
+    shutil.copy(ROOT / "shared" / "measured.py", tmp_path)
+    (tmp_path / "train.py").write_text(
+        "import time\nfrom torch.utils.data import DataLoader\n"
+        f"loader = DataLoader(range(100))\n{MEASURED}    time.sleep(0.001)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert re.search(r"step time .* ms \(.*\nwithout data .* ms \(", done.stdout)
+    assert "clusters      for which instance? Give it as instance_type" in done.stdout
 
 
 def wheel(folder: Path) -> bytes:
