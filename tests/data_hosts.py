@@ -234,12 +234,14 @@ def starting() -> Iterator[Callable[..., DataHost]]:
         hosts.append(DataHost(name, num_workers=num_workers, **options))
         return hosts[-1]
 
-    yield start
-    processes = [process for host in hosts for process in host.processes()]
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    wait_until(lambda: all(map(has_ended, processes)))
+    try:
+        yield start
+    finally:
+        processes = [process for host in hosts for process in host.processes()]
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        wait_until(lambda: all(map(has_ended, processes)))
     wait_for_threads(before)
 
 
