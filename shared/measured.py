@@ -283,6 +283,8 @@ def _machine() -> tuple[str, int, str]:
     path = Path(folder, "resourceconfig.json")
     if path.exists():
         config = json.loads(path.read_text())
+        if len(config.get("instance_groups", [])) > 1:  # others prepare data: no formula for that
+            return "", 1, machine
         return config["current_instance_type"], len(config["hosts"]), machine
     place = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254")
     try:

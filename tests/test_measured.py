@@ -4,6 +4,8 @@ import http.server
 import itertools
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections import namedtuple
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from jobs import ROOT
 from shared import measured as module
 from shared import prediction
 from shared.measured import measured
@@ -273,6 +276,22 @@ def test_advisor_reads_it_from_a_job(printed, jobs, capsys):
     assert "has measured both step times" in refusal(capsys, both)
 
 
+def test_sagemaker_says_the_instances_of_a_homogeneous_job(monkeypatch, tmp_path):
+    config = {"current_instance_type": "ml.g5.xlarge", "hosts": ["algo-1", "algo-2"]}
+    monkeypatch.setenv("SM_INPUT_CONFIG_DIR", str(tmp_path))
+    for groups, expected in ((1, ("ml.g5.xlarge", 2)), (2, ("", 1))):
+        config["instance_groups"] = [{}] * groups
+        (tmp_path / "resourceconfig.json").write_text(json.dumps(config))
+        assert module._machine()[:2] == expected
+
+
+def test_prints_when_the_program_ends():
+    script = "from measured import measured\nfor _ in measured(range(72), buffer=0): pass"
+    command, folder = [sys.executable, "-c", script], ROOT / "shared"
+    said = subprocess.check_output(command, cwd=folder, text=True)  # as a copy: without the rest
+    assert numbers(said)["step_ms"] > 0
+
+
 def test_ec2_says_the_instance_type(monkeypatch):
     class Metadata(http.server.BaseHTTPRequestHandler):
         def answer(self, text: str) -> None:
@@ -386,7 +405,7 @@ def test_pytorch_script_as_two_jobs_find_it(capsys, workers, data, step):
         "enumerate(train_loader)", "enumerate(measured(train_loader, 72))"
     )
     assert with_one_line != MNIST
-    for _ in range(3):  # a machine may be too busy even for that, now and then
+    for _ in range(8):  # a machine may be too busy even for that, now and then
         train_mnist(with_one_line, loader(75), step)
         found = numbers(capsys.readouterr().out)
         step_ms = train_mnist(MNIST, loader(40), step)
@@ -415,7 +434,7 @@ def test_keras_fit_as_two_jobs_find_it(capsys, data, step):
         model.fit(dataset, steps_per_epoch=40, callbacks=[work, look], verbose=0)
         return 1000 * (ends[-1] - ends[9]) / (len(ends) - 10)
 
-    for _ in range(3):
+    for _ in range(8):
         module.measured_fit(model, dataset, callbacks=[work], verbose=0)
         found = numbers(capsys.readouterr().out)
         if close(found, step_ms(dataset), step_ms(dataset.take(1).cache().repeat())):
