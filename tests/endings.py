@@ -214,17 +214,17 @@ AWS_KILLS = 120  # seconds after SIGTERM
 
 ENDINGS = {
     "training succeeds": Ending(
-        "Completed", "", 10, lambda job: job.jobs.wait_for_log(job.name, "training finished"),
+        "Completed", "", 15, lambda job: job.jobs.wait_for_log(job.name, "training finished"),
         settings=steps(12), logged="all hosts have signed off",
     ),
     "training script raises": Ending(
         "Failed", rf"On {DNN}, rank 3 of train_dnn.py exited with status 1: "
-        r"ValueError: no number\.", 10,
+        r"ValueError: no number\.", 15,
         lambda job: job.jobs.wait_for_log(job.name, "ValueError"),
         settings={"changes": {"train_dnn.py": RAISE}},
     ),
     "a rank is killed": Ending(
-        "Failed", rf"On {DNN}, rank 3 of train_dnn.py was killed by signal 9\.", 10,
+        "Failed", rf"On {DNN}, rank 3 of train_dnn.py was killed by signal 9\.", 15,
         lambda job: job.rank(3).kill(),
     ),
     "a rank hangs": Ending(
@@ -252,7 +252,7 @@ ENDINGS = {
         "Failed",
         rf"On {DATA}, train_data.py was killed by signal 9, 4 times\. "
         r"No host of data_group is left\.",
-        10, lambda job: job.kill_data_servers([0, 1], times=4), settings=ONE_EACH,
+        15, lambda job: job.kill_data_servers([0, 1], times=4), settings=ONE_EACH,
     ),
     "launcher killed on a data host": Ending(
         "Failed", rf"The launcher on {DATA} is gone: connection closed\.", 15,

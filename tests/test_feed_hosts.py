@@ -37,7 +37,7 @@ from feed.batches import BatchKeys
 from feed.client import RemoteDataset
 
 SOAK = "SOAK" in os.environ
-SEEDS = range(50 if SOAK else 5)
+SEEDS = range(50 if SOAK else 2)
 
 
 def steady_keys() -> BatchKeys:
