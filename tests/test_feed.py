@@ -360,7 +360,7 @@ ENDS = {
 def test_program_that_leaves_in_the_middle_of_an_epoch_ends(hosts, end):
     """With Ctrl-C, too. Also when Python stops gRPC's threads, as all daemons, within a lock."""
     code = f"""if True:
-        import atexit, gc, signal, sys, threading, time
+        import atexit, gc, sys, threading, time
         sys.path[:0] = {sys.path!r}
         from grpc._channel import _RPCState
         from data_hosts import *
@@ -377,8 +377,6 @@ def test_program_that_leaves_in_the_middle_of_an_epoch_ends(hosts, end):
             thread.join()
 
         def wait():
-            # A test run in the background ignores Ctrl-C, and so do its children.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             print("waiting", flush=True)
             time.sleep(60)
 
