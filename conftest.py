@@ -37,6 +37,15 @@ def jobs(local, tmp_path_factory: pytest.TempPathFactory):
     return Jobs(local.role, tmp_path_factory.mktemp("code"))
 
 
+@pytest.fixture
+def start() -> Iterator:
+    """Starts data hosts that a test may harm: see `data_hosts.starting`."""
+    from data_hosts import starting
+
+    with starting() as start:
+        yield start
+
+
 @pytest.fixture(scope="module")
 def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder of our own for the jobs' files, so that what they leave can be told from others'.

@@ -19,16 +19,16 @@ from pathlib import Path
 from statistics import median
 
 CODE = Path(__file__).resolve().parent.parent / "pt.grpc.sagemaker" / "code"
-sys.path[:0] = [str(CODE)]
+sys.path[:0] = [str(CODE), str(Path(__file__).resolve().parent)]
 
 import torch  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
+from transfer import TOKEN, at_least_two_cores, free_port, write_results  # noqa: E402
 
 from feed.batches import BatchKeys, as_is  # noqa: E402
 from feed.client import RemoteBatches, RemoteDataset  # noqa: E402
 from feed.server import serve  # noqa: E402
 
-TOKEN, DATA_HOST = "benchmark", "127.0.0.1:7799"
 OWN = f"unix-abstract:benchmark {os.getpid()}"  # the training host's own server
 BATCH_SECONDS, ACCELERATOR_SECONDS, STEP_SECONDS = 0.040, 0.010, 0.030
 WARM_UP, STEPS, TIMES = 30, 150, 5
@@ -92,30 +92,26 @@ def compute() -> Callable[[], object]:
 
 def main() -> None:
     """Measure in turns; print medians; fail if a target is missed."""
-    first, *_, last = sorted(os.sched_getaffinity(0))
-    if first == last:
-        sys.exit("This takes two cores: one to train on, and one of a data host.")
+    first, *_, last = at_least_two_cores()
     os.sched_setaffinity(0, {first})
+    data_host = f"127.0.0.1:{free_port()}"
     spare = [sys.executable, str(CODE / "spare.py")]
     accelerator, cpu = (lambda: time.sleep(ACCELERATOR_SECONDS)), compute()
-    with serving(DATA_HOST, "taskset", "--cpu-list", str(last), sys.executable):
+    with serving(data_host, "taskset", "--cpu-list", str(last), sys.executable):
         found: dict[str, list[float]] = {"more": [], "longer": []}
         with serving(OWN, *spare, str(first)):
             for _ in range(TIMES):
-                alone, both = (train(h, accelerator)[0] for h in ([DATA_HOST], [OWN, DATA_HOST]))
+                alone, both = (train(h, accelerator)[0] for h in ([data_host], [OWN, data_host]))
                 found["more"].append(alone / both)
         with serving(OWN, *spare, str(last)):
             for _ in range(TIMES):
-                alone, both = (train(h, cpu)[1] for h in ([DATA_HOST], [OWN, DATA_HOST]))
+                alone, both = (train(h, cpu)[1] for h in ([data_host], [OWN, data_host]))
                 found["longer"].append(both / alone - 1)
     more, longer = (median(values) for values in found.values())
-    for name, values in found.items():
-        print(name, *(f"{value:.3f}" for value in values))
-    print(
-        f"1 data core + 1 spare core against the data core alone: {more:.2f} x the steps a second"
-    )
+    print(f"Steps a second, 1 data core + 1 spare core to the data core alone: {more:.2f}")
     print(f"A step without its wait for data, with the spare core busy: {longer:+.1%}")
     print(f"Targets: at least {MORE:.1f} x, at most {LONGER:.0%} longer", flush=True)
+    write_results("spare_cores", found)
     if more < MORE or longer > LONGER:
         sys.exit("Target missed: is the machine busy?")
 

@@ -66,7 +66,7 @@ def measured(
         dataset, workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", None)
         known = 0 if workers == 0 else None
         if hasattr(dataset, "read_ahead"):  # feed.RemoteBatches, for which data hosts hold some
-            known = dataset.read_ahead + sum(host.workers + 2 for host in dataset.dataset.hosts)
+            known = dataset.read_ahead + sum(host.calls() for host in dataset.dataset.hosts)
         elif workers:
             known = loader.prefetch_factor * workers + 2
         buffer = known if buffer is None else buffer

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
 
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -22,13 +21,11 @@ from data_hosts import (
     SAMPLES,
     SLOW,
     TOKEN,
-    DataHost,
     Steady,
     assert_same,
     free_port,
     local,
     service,
-    starting,
     up,
     wait_until,
 )
@@ -49,12 +46,6 @@ def steady_keys() -> BatchKeys:
 @pytest.fixture(scope="module")
 def expected() -> list:
     return list(local(Steady(), steady_keys()))
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., DataHost]]:
-    with starting() as start:
-        yield start
 
 
 def lines(capsys: pytest.CaptureFixture) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import grpc
 import psutil
@@ -26,7 +26,6 @@ from data_hosts import (
     free_port,
     has_ended,
     service,
-    starting,
     up,
     wait_until,
 )
@@ -36,12 +35,6 @@ from feed.wire import SERVICE, messages
 SOAK = "SOAK" in os.environ
 # A host that has sent the first batch of these is busy with the SLOW ones next, with all workers.
 BUSY = [[0]] * 4 + [[SLOW]] * 6
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., DataHost]]:
-    with starting() as start:
-        yield start
 
 
 def keep_busy(host: DataHost) -> Iterator:

@@ -1,7 +1,5 @@
 """The loader of the PyTorch example when worker processes of its data hosts die or hang."""
 
-from collections.abc import Callable, Iterator
-
 import psutil
 import pytest
 
@@ -13,7 +11,6 @@ from data_hosts import (
     assert_same,
     has_ended,
     service,
-    starting,
     up,
     wait_until,
 )
@@ -21,12 +18,6 @@ from feed.wire import DatasetError
 from test_feed_hosts import expected, steady_keys  # noqa: F401  (a fixture)
 
 BATCHES = [[i] for i in range(100)]
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., DataHost]]:
-    with starting() as start:
-        yield start
 
 
 def all_workers(host: DataHost) -> list[psutil.Process]:

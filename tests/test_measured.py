@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from data_hosts import service, up
+from feed import epoch
 from jobs import ROOT
 from shared import measured as module
 from shared import prediction
@@ -191,6 +193,12 @@ def test_accelerators_are_waited_for_at_the_ends_of_stretches_only(monkeypatch):
     for _ in measured(range(48), buffer=0):
         done.append(1)
     assert {*waits} == {2, 12, 14, 24, 26, 36, 38, 48}
+
+
+def test_knows_what_a_loader_of_data_hosts_holds(start):
+    """What a rank may hold, and a batch for each call that it may have open."""
+    loader = service(up(start("zoo", num_workers=3)), [[0]] * 100, read_ahead=4)
+    assert measured(loader).buffer == 4 + 3 + epoch.CALLS_BESIDE
 
 
 def test_says_what_is_missing(capsys):

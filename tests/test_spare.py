@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import endings
-from data_hosts import service, starting, up, wait_until
+from data_hosts import service, up, wait_until
 from jobs import Jobs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pt.grpc.sagemaker" / "code"))
@@ -39,23 +39,22 @@ def test_each_rank_keeps_a_physical_core(monkeypatch, tmp_path, ranks, most, exp
     assert spare.cores(ranks, most) == expected
 
 
-def test_own_server_and_data_host_share_the_batches_and_either_does_for_both():
-    with starting() as start:
-        address = f"unix-abstract:spare cores of {os.getpid()}"
-        own = start("paced", address=address, environment={"PACE": "50"})
-        hosts = up(own, start("paced", environment={"PACE": "51"}))
-        loader = service(hosts, [[i] for i in range(60)])
-        received = list(loader)
-        assert [indices.item() for indices, _ in received] == list(range(60))
-        served = Counter(pace.item() for _, pace in received)
-        assert min(served[50], served[51]) >= 20, served
+def test_own_server_and_data_host_share_the_batches_and_either_does_for_both(start):
+    address = f"unix-abstract:spare cores of {os.getpid()}"
+    own = start("paced", address=address, environment={"PACE": "50"})
+    hosts = up(own, start("paced", environment={"PACE": "51"}))
+    loader = service(hosts, [[i] for i in range(60)])
+    received = list(loader)
+    assert [indices.item() for indices, _ in received] == list(range(60))
+    served = Counter(pace.item() for _, pace in received)
+    assert min(served[50], served[51]) >= 20, served
 
-        own.kill()
-        assert {pace.item() for _, pace in loader} == {51}
-        own.start()
-        up(own)
-        hosts[1].kill()
-        assert [indices.item() for indices, _ in loader] == list(range(60))
+    own.kill()
+    assert {pace.item() for _, pace in loader} == {51}
+    own.start()
+    up(own)
+    hosts[1].kill()
+    assert [indices.item() for indices, _ in loader] == list(range(60))
 
 
 def test_ranks_of_a_host_share_its_own_server_and_all_ranks_the_others(monkeypatch):

@@ -97,8 +97,10 @@ def after_steps(job: endings.Running, step: int = 8) -> None:
 
 
 def test_the_runtime_is_the_same_as_in_the_pytorch_example():
-    other = CODE.parents[1] / "pt.grpc.sagemaker" / "code" / "hetero.py"
-    assert filecmp.cmp(CODE / "hetero.py", other, shallow=False)
+    other = CODE.parents[1] / "pt.grpc.sagemaker" / "code"
+    assert filecmp.cmp(CODE / "hetero.py", other / "hetero.py", shallow=False)
+    texts = [(code / "arguments.py").read_text() for code in (CODE, other)]
+    assert len({text[text.index("def whole(") : text.index("def parser(")] for text in texts}) == 1
 
 
 # Instead of training: what a rank gets in two passes over the records.

@@ -22,9 +22,10 @@ def cores(ranks: int, most: int | None = None) -> list[int]:
     by_core: dict[str, list[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         by_core.setdefault(Path(SIBLINGS.format(cpu)).read_text(), []).append(cpu)
-    kept = 0 if most is not None else ranks
-    spare = sum([*by_core.values()][kept:], [])
-    return spare if most is None else spare[max(0, len(spare) - most) :]
+    if most is None:
+        return sum([*by_core.values()][ranks:], [])
+    everyone = sum(by_core.values(), [])
+    return everyone[max(0, len(everyone) - most) :]
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ class Leader:
             report, why = await receive(reader, HELLO_SECONDS), ""
             if not hmac.compare_digest(ascii(report.get("token")), ascii(TOKEN)):
                 why = "wrong token"
-            elif report.get("host") not in [*self.absent()]:
+            elif report.get("host") not in [*self.absent()]:  # which nothing sent can break
                 why = "a host that is not awaited"
         except (OSError, RecursionError, asyncio.CancelledError) as error:  # nested; the end
             why = str(error) or "the job has ended"
@@ -344,11 +344,12 @@ class Host:
         failure = [was_cut_off, time.time(), sentence]
         self.say(failure=min(failure, self.report["failure"] or failure))
 
-    async def take_part(self, command: list[str], servers: list[list[str]]) -> list:
+    async def take_part(self, command: list[str], server: list[str] | None) -> list:
         """Do what the leader says; return whether the job is completed, and the reason."""
         loop, waiting = asyncio.get_running_loop(), [*range(self.ranks)]
         loop.add_signal_handler(signal.SIGTERM, lambda: self.say(sigterm=True))
-        self.tasks += [loop.create_task(self.serve(server)) for server in servers]
+        if server:
+            self.tasks.append(loop.create_task(self.serve(server)))
         word = {"end": None, "exit": False, "refused": ""}
         try:
             reader = await self.join()
@@ -461,16 +462,16 @@ def run(
         fail("The job has no token: put HETERO_TOKEN, a random text, into the job's environment.")
     trains, leader_host = cluster.group == training_group, cluster.groups[training_group][0]
     command = commands[cluster.group]
-    servers = [server for server in [beside if trains else command] if server]
+    server = beside if trains else command
 
     async def take_part() -> list:
         host = Host(cluster, leader_host, ranks if trains else 0, cluster.host in needed)
         if cluster.host != leader_host:
-            return await host.take_part(command, servers)
+            return await host.take_part(command, server)
         leader, address = Leader(cluster), (cluster.bind_address, cluster.base_port)
         await asyncio.start_server(leader.meet, *address, backlog=512, limit=LONGEST_LINE)
         leading = asyncio.ensure_future(leader.lead())
-        leader.decide(*await host.take_part(command, servers))  # as it has decided, in most cases
+        leader.decide(*await host.take_part(command, server))  # as it has decided, in most cases
         return await leading
 
     try:
