@@ -125,6 +125,7 @@ def test_lines_for_torchrun(jobs: Jobs):
     train = "import torch\nimport torch.distributed as dist\n"
     train += "dist.init_process_group('gloo')\nranks = [None] * dist.get_world_size()\n"
     train += "dist.all_gather_object(ranks, dist.get_rank())\nprint(f'ranks {ranks}')\n"
+    train += "dist.destroy_process_group()\n"  # without it torch sometimes aborts at the end
     files = {**TOY_SCRIPTS, "train.py": train, "launcher.py": launcher}
     files["hetero.py"] = (EXAMPLE / "code" / "hetero.py").read_text()
     groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 2)}

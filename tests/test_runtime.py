@@ -338,6 +338,7 @@ seen = [None] * 4
 mine = (place.global_rank(), place.local_rank(), place.node_rank(), place.world_size())
 torch.distributed.all_gather_object(seen, mine)
 print("seen", seen)
+torch.distributed.destroy_process_group()  # without it torch sometimes aborts at the end
 """
 
 
