@@ -15,7 +15,7 @@ demo: $(environment) ## run the notebooks on this machine, without an AWS accoun
 test: $(environment) ## run the tests, two files at a time: in many of them processes wait
 	@$(python) -m pytest -n 2 --dist loadfile
 
-containers: $(environment) ## run the jobs in replicas of AWS's containers (needs root, Python 3.10, 3.12)
+containers: $(environment) ## run the jobs in replicas of AWS's containers (needs root, Python 3.12, 3.10)
 	@tests/containers/run.sh
 
 aws: $(environment) ## run the notebooks on AWS, which costs money: says what, and asks; results in results/

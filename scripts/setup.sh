@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up .venv: Python 3.11, requirements.txt, Horovod and the SageMaker training toolkit.
+# Set up .venv: requirements.txt, the SageMaker training toolkit, and SDK v2. Nothing is compiled.
 #
 # `make` runs this when .venv is missing, unfinished or older than the requirements. It can be run
 # again at any time and continues where it stopped. Details of each step go to build/setup.log.
@@ -30,44 +30,39 @@ step() {
     fi
 }
 
-# A command can exist and not run (pyenv's shims), or lack the venv module (Debian's python3.11).
-is_python311() {
-    "$1" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null
+# A command can exist and not run (pyenv's shims), or lack the venv module (Debian's python3).
+is_supported() {
+    "$1" -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+        2>/dev/null
+}
+
+find_python() {
+    for name in python3 python3.13 python3.12 python3.11; do
+        is_supported "$name" && echo "$name" && return
+    done
+    command -v uv >/dev/null && echo uv
 }
 
 create_venv() {
     rm -rf .venv/bin .venv # bin first: what an interrupted removal leaves must not look usable
-    if is_python311 python3.11; then
-        python3.11 -m venv .venv
-    elif is_python311 python3; then
-        python3 -m venv .venv
+    if [ "$base" != uv ]; then
+        "$base" -m venv .venv
     else
-        uv venv --seed --python 3.11 .venv
+        uv venv --seed --python 3.13 .venv
     fi
 }
 
 install_packages() {
-    touch "$unfinished" &&
-        "$python" -m pip install -r requirements.txt setuptools wheel cmake &&
-        rm "$unfinished"
+    touch "$unfinished" && "$python" -m pip install -r requirements.txt && rm "$unfinished"
 }
 
-# Horovod is compiled against the TensorFlow that is installed, so pip must not take a wheel that it
-# built earlier for another one.
-install_horovod() {
-    "$python" -c 'import horovod.tensorflow' && return
-    PATH="$PWD/.venv/bin:$PATH" \
-        HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
-        HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 \
-        "$python" -m pip install --no-cache-dir --no-build-isolation --force-reinstall --no-deps \
-        horovod==0.28.1
-}
-
-# The toolkit asks for protobuf >= 5.28, which TensorFlow 2.15 excludes. What we use of it, the start
-# of a job in AWS's containers, needs no protobuf, and of what is not installed already only these two.
+# The toolkit, with which AWS's containers start jobs, and what it needs that is not installed already.
+# Its C code, which MPI preloads on AWS, is left out: `true` takes the compiler's place, an empty
+# module that of its result; and nothing of that may go into pip's cache.
 install_toolkit() {
-    "$python" -m pip install --no-deps sagemaker-training==5.1.4 retrying==1.4.2 \
-        inotify_simple==2.0.1 &&
+    CC=true "$python" -m pip install --no-cache-dir --no-deps sagemaker-training==5.1.4 \
+        retrying==1.4.2 inotify_simple==2.0.1 &&
+        touch "$(echo .venv/lib/python*/site-packages)/gethostname.py" &&
         "$python" -c 'import sagemaker_training.trainer'
 }
 
@@ -80,24 +75,17 @@ install_sdk_v2() {
 
 [ "$(uname -s)" = Linux ] ||
     fail "the examples run on Linux only; on Windows use WSL, on macOS a Linux container."
-command -v "${CXX:-c++}" >/dev/null ||
-    fail "no C++ compiler, which Horovod needs: install one (Debian, Ubuntu: apt install g++)."
-if [ -e "$unfinished" ] || ! is_python311 "$python" || ! "$python" -m pip --version >/dev/null; then
-    is_python311 python3.11 || is_python311 python3 || command -v uv >/dev/null ||
-        fail "no Python 3.11 found: install it with its venv module (Debian, Ubuntu:" \
-            "apt install python3.11-venv python3.11-dev), or install uv, which fetches it."
-    new_venv=yes
+if [ -e "$unfinished" ] || ! is_supported "$python" || ! "$python" -m pip --version >/dev/null; then
+    base=$(find_python) ||
+        fail "no Python 3.11, 3.12 or 3.13 with its venv module found: install one (Debian, Ubuntu:" \
+            "apt install python3-venv), or install uv, which fetches it."
 fi
 
 trap 'echo; fail "interrupted; the same command continues it."' INT TERM
 mkdir -p build
 : >"$log"
 echo "Setting up .venv (once; about 4 minutes on two cores):"
-[ -z "${new_venv:-}" ] || step "Python 3.11" create_venv
-[ -e "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
-    fail "no headers of Python 3.11, which Horovod needs: install them (Debian, Ubuntu:" \
-        "apt install python3.11-dev)."
+[ -z "${base:-}" ] || step "Python ($base)" create_venv
 step "packages of requirements.txt" install_packages
-step "Horovod" install_horovod
 step "SageMaker training toolkit" install_toolkit
 step "SageMaker SDK v2" install_sdk_v2

@@ -70,8 +70,6 @@ def clean_up(notebook: Path) -> str:
 @pytest.mark.parametrize("notebook", sorted(ROOT.glob("*.sagemaker/*.ipynb")), ids=lambda p: p.stem)
 def test_notebooks_run_to_their_end_with_the_policy_alone(notebook: Path, monkeypatch):
     """On this machine; a call that the policy does not allow gets AccessDenied, as on AWS."""
-    if notebook.parent.name.startswith("tf."):
-        pytest.importorskip("tensorflow")  # not for Python 3.12
     after = [clean_up(notebook)] + [COMMANDS] * (notebook != HELLO)
     allowed, absent = run(notebook, [ENFORCE], after, "local", monkeypatch)
     assert absent == TOLERATED

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from PIL import Image, ImageFilter
 
-tf = pytest.importorskip("tensorflow")  # not for Python 3.12
 sys.path.insert(0, str(Path(__file__).parents[1] / "tf.data.service.sagemaker" / "code"))
 
 import pipeline  # noqa: E402

@@ -359,7 +359,6 @@ print("workers", strategy.num_replicas_in_sync, "sum", float(total))
 
 
 def test_tensorflow_finds_its_workers(jobs: Jobs):
-    pytest.importorskip("tensorflow")  # not for Python 3.12
     job = run(jobs, data_group=SERVE, dnn_group=READS_TF_CONFIG)
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     assert jobs.log(job["TrainingJobName"]).count("workers 2 sum 2.0") == 2
