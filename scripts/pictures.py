@@ -224,7 +224,7 @@ def pytorch_workflow() -> Axes:
 
 
 def tensorflow_workflow() -> Axes:
-    """Workers on data hosts and on spare cores of the training host feed its Horovod ranks."""
+    """Workers on data hosts and on spare cores of the training host feed its ranks."""
     axes = card(480, "TensorFlow: tf.data.service")
     group(axes, 42, 160, PALE_ORANGE, "data_group", "CPU instances")
     group(axes, 260, 166, PALE_BLUE, "dnn_group", "GPU instance", name_y=410)
@@ -248,7 +248,7 @@ def tensorflow_workflow() -> Axes:
     arrow(axes, (93, 278), (93, 245), colour=ORANGE)
     for x in (RIGHT + 8, RIGHT + 77):
         arrow(axes, (x + 30, 245), (x + 30, 277), colour=ORANGE)
-        box(axes, x, 278, 61, 36, PALE_BLUE, "Horovod\nrank", edge=BLUE)
+        box(axes, x, 278, 61, 36, PALE_BLUE, "rank", edge=BLUE)
         arrow(axes, (x + 30, 314), (x + 30, 326), colour=BLUE)
         box(axes, x, 327, 61, 24, BLUE, "GPU")
         arrow(axes, (x + 30, 351), (x + 30, 364), colour=BLUE, ends="<|-|>")

@@ -264,8 +264,7 @@ def run_tensorflow(jobs: Jobs, folder: Path, launcher: str, steps: int = 1000) -
     copied = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
     copied["launcher.py"], copied["my_training.py"] = launcher, TF_TRAINING
     copied["train.py"] = copied["train.py"].replace("range(1000)", f"range({steps})")
-    for name in ("hetero.py", "ranks.py"):
-        copied[name] = (TENSORFLOW / "code" / name).read_text()
+    copied["hetero.py"] = (TENSORFLOW / "code" / "hetero.py").read_text()
     job = jobs.run(
         copied,
         "exec python launcher.py",
@@ -289,8 +288,8 @@ def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path):
 
 def test_lines_for_tensorflow_on_several_gpus(jobs: Jobs, tmp_path: Path):
     first, replacement = TF_RANKS.split("\n", 1)
-    assert first == "# code/launcher.py, instead of train = ... and of hetero.run(...)"
-    launcher = re.sub(r"    train = .*\n(.*\n)*", lambda _: replacement, TF_FILES[0])
+    assert first == "# code/launcher.py, instead of hetero.run(...)"
+    launcher = re.sub(r"    hetero.run.*\n", lambda _: replacement, TF_FILES[0])
     assert len(run_tensorflow(jobs, tmp_path, launcher, steps=20)) == 2 * 20
 
 

@@ -3,25 +3,23 @@
 import filecmp
 import io
 import re
-import shutil
-import subprocess
-import sys
+import socket
 import tarfile
 import time
 import zlib
 from pathlib import Path
 
 import boto3
+import psutil
 import pytest
+import tensorflow as tf
 from sagemaker.core.shapes import CheckpointConfig
 from sagemaker.core.training.configs import InputData
 
-tf = pytest.importorskip("tensorflow")  # not for Python 3.12
-
-import endings  # noqa: E402
-from images import encode, image, write_records  # noqa: E402
-from jobs import Jobs, read_s3  # noqa: E402
-from shared import monitoring  # noqa: E402
+import endings
+from images import encode, image, write_records
+from jobs import Jobs, read_s3
+from shared import monitoring
 
 CODE = Path(__file__).parents[1] / "tf.data.service.sagemaker" / "code"
 FILES, RECORDS, BUCKET = 48, 10, "records"
@@ -106,10 +104,10 @@ def test_the_runtime_is_the_same_as_in_the_pytorch_example():
 # Instead of training: what a rank gets in two passes over the records.
 COLLECT = """
 import json, os, sys, time, zlib
-import horovod.tensorflow as hvd
 import tensorflow as tf
 import pipeline
-hvd.init()
+from ranks import TensorFlowRanks
+ranks = TensorFlowRanks()
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 os.chdir(arguments["--channels"])
 files, dispatcher = pipeline.find_files("training/*"), arguments["--dispatcher"]
@@ -118,10 +116,10 @@ while not os.path.exists("GO"):
     time.sleep(0.1)
 for n, (images, configs) in enumerate(batches):
     if n == 0:
-        hvd.allreduce(tf.zeros(()))  # or one rank takes them all while the other starts
+        ranks.mean([tf.zeros(())])  # or one rank takes them all while the other starts
     worker = json.loads(configs[0].numpy())["current_host"]
     seen = [zlib.crc32((image.numpy() * 255).round().astype("uint8")) for image in images]
-    print("seen", hvd.rank(), worker, *seen, flush=True)
+    print("seen", ranks.rank, worker, *seen, flush=True)
 """
 # Instead of the label: a file of the worker's.
 TELL_WORKER = 'example["label"]\n', 'tf.io.read_file("../config/resourceconfig.json")\n'
@@ -154,11 +152,30 @@ def test_ranks_together_get_every_record_of_their_job_once_in_each_pass(
 def test_a_killed_rank_fails_the_job_at_once(start):
     job = start(ONE_AND_ONE, hyperparameters={"processes-per-host": 2})
     after_steps(job)
-    job.process("train_dnn.py", HOROVOD_RANK="1").kill()
+    job.process("train_dnn.py", RANK="1").kill()
     answer, seconds = finish(job, time.time())
     assert answer["TrainingJobStatus"] == "Failed"
     assert "rank 1 of train_dnn.py was killed by signal 9." in answer["FailureReason"]
     assert seconds < 15
+
+
+def test_strangers_on_every_port_keep_no_job_from_ending(start):
+    """Two ranks, a worker, the dispatcher and the leader; the connections stay idle, and open."""
+    job = start(ONE_AND_ONE, hyperparameters={"processes-per-host": 2, "max-steps": 60})
+    after_steps(job)
+    listening = {
+        (c.laddr.ip if c.laddr.ip.startswith("127.") else "127.0.0.1", c.laddr.port)
+        for process in job.processes()
+        for c in process.net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN
+    }
+    assert len(listening) >= 5
+    strangers = [socket.create_connection(address, timeout=5) for address in listening]
+    answer = assert_completed(job)
+    end = next(line.time for line in monitoring.logs(job.name) if "training finished" in line.text)
+    assert endings.seconds_to_end(answer, since=end.timestamp()) < 10
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_a_damaged_record_is_the_failure_reason(start, tmp_path: Path):
@@ -184,10 +201,10 @@ def kill_data_server(job: endings.Running, number: int) -> None:
 
 
 TELL_WEIGHTS = (
-    "    if stopping and done",
+    "    stopped = stopping and done",
     "    weights = sum(float(tf.norm(weight)) for weight in model.trainable_variables)\n"
     "    print(f'weights of {rank}: {weights}')\n"
-    "    if stopping and done",
+    "    stopped = stopping and done",
 )
 # With it there is a worker beside the ranks, as on hosts with more cores than ranks.
 ONE_SPARE_CORE = ("len(os.sched_getaffinity(0)) - ranks", "1")
@@ -237,7 +254,12 @@ def test_resnet50_trains_here_too(start, tmp_path: Path):
 @pytest.mark.parametrize(
     "groups, hyperparameters, words",
     [
-        (TWO_AND_TWO, {"horovod": "mpi"}, "horovod 'mpi' is for a single dnn host"),
+        (TWO_AND_TWO, {"distribution": "horovod-mpi"}, "'horovod-mpi' is for a single dnn host"),
+        (
+            None,
+            {"distribution": "horovod"},
+            "No module named 'horovod': take an image with Horovod",
+        ),
         (None, {"data-mode": "service"}, "data-mode 'service' needs a data group"),
         (
             None,
@@ -252,13 +274,3 @@ def test_resnet50_trains_here_too(start, tmp_path: Path):
 def test_wrong_hyperparameters_are_the_failure_reason(start, groups, hyperparameters, words: str):
     answer, _ = finish(start(groups, hyperparameters=hyperparameters))
     assert answer["TrainingJobStatus"] == "Failed" and words in answer["FailureReason"]
-
-
-def test_horovodrun_with_mpi(start):
-    mpi_built = subprocess.run(
-        [sys.executable, "-c", "import horovod.tensorflow as hvd; exit(not hvd.mpi_built())"]
-    )
-    if mpi_built.returncode or not shutil.which("mpirun"):
-        pytest.skip("needs Open MPI, and Horovod built with it")
-    hyperparameters = {"horovod": "mpi", "processes-per-host": 2, "max-steps": 5}
-    assert_completed(start(ONE_AND_ONE, hyperparameters=hyperparameters))

@@ -37,10 +37,11 @@ mkdir -p build
 rm -rf "$environment"
 {
     "$python" -m venv "$environment"
-    # The toolkit first, without its C code: scripts/setup.sh says why.
-    CC=true "$environment/bin/pip" install --no-cache-dir --no-deps \
-        "$(grep ^sagemaker-training== "$file")"
-    touch "$environment/lib/python$version/site-packages/gethostname.py"
+    if [ ! -e "$compiled" ]; then # the toolkit without its C code: scripts/setup.sh says why
+        CC=true "$environment/bin/pip" install --no-cache-dir --no-deps \
+            "$(grep ^sagemaker-training== "$file")"
+        touch "$environment/lib/python$version/site-packages/gethostname.py"
+    fi
     "$environment/bin/pip" install -r "$file"
     if [ -e "$compiled" ]; then
         # Horovod 0.27's Gloo is of 2022: what today's Linux headers and compilers ask of it.

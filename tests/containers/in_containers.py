@@ -45,8 +45,8 @@ BUILT = {name: ROOT / ".containers" / name for name in os.environ["CONTAINERS"].
 URI = {name: (HERE / f"{name}.txt").read_text().split()[1] for name in BUILT}
 IMAGES = {URI[name]: str(environment) for name, environment in BUILT.items()}
 TWO_AND_TWO = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
-PYTORCH, TENSORFLOW_212 = "pytorch-2.12-cu130", "tensorflow-2.12"
-PYTORCH_CPU = "pytorch-2.12-cpu"
+PYTORCH, PYTORCH_CPU = "pytorch-2.12-cu130", "pytorch-2.12-cpu"
+TENSORFLOW_221, HOROVOD = "tensorflow-2.21", "tensorflow-2.12"
 COMMAND = "exec python launcher.py"
 
 
@@ -108,36 +108,48 @@ for job in containers.jobs.values():
 
 
 @pytest.mark.parametrize(
-    "notebook, largest_cluster",
+    "notebook, largest_cluster, change",
     [
         pytest.param(
-            "hello.world.sagemaker/helloworld-example", None, marks=needs(PYTORCH, PYTORCH_CPU)
+            "hello.world.sagemaker/helloworld-example",
+            None,
+            # The preflight would fail for want of a GPU, as it should.
+            ('"dnn_group": "ml.g5.xlarge"', '"dnn_group": "ml.m5.xlarge"'),
+            marks=needs(PYTORCH, PYTORCH_CPU),
         ),
         pytest.param(
             "pt.grpc.sagemaker/hetero-pytorch-mnist",
             {"ml.c5.9xlarge": 2, "ml.p3.2xlarge": 1},
+            None,
             marks=needs(PYTORCH),
         ),
         pytest.param(
             "tf.data.service.sagemaker/hetero-tensorflow-restnet50",
             {"ml.c5.18xlarge": 2, "ml.p4d.24xlarge": 1},
-            marks=needs(TENSORFLOW_212),
+            None,
+            marks=needs(TENSORFLOW_221),
+        ),
+        pytest.param(
+            "tf.data.service.sagemaker/hetero-tensorflow-restnet50",
+            {"ml.c5.18xlarge": 2, "ml.p4d.24xlarge": 1},
+            ('DISTRIBUTION = "tf.distribute"', 'DISTRIBUTION = "horovod"'),
+            marks=needs(HOROVOD),
         ),
     ],
 )
 def test_notebook(
     notebook: str,
     largest_cluster: dict | None,
+    change: tuple[str, str] | None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     content = nbformat.read(ROOT / f"{notebook}.ipynb", as_version=4)
     first = FIRST_CELL.format(cluster=largest_cluster, images=IMAGES, container=CONTAINER)
-    for cell in content.cells:  # the preflight would fail for want of a GPU, as it should
-        cell.source = cell.source.replace(
-            '"dnn_group": "ml.g5.xlarge"', '"dnn_group": "ml.m5.xlarge"'
-        )
+    if change:
+        [cell] = [cell for cell in content.cells if change[0] in cell.source]
+        cell.source = cell.source.replace(*change)
     content.cells.insert(0, nbformat.v4.new_code_cell(first))
     content.cells.append(nbformat.v4.new_code_cell(LAST_CELL))
     resources = {"metadata": {"path": str((ROOT / notebook).parent)}}
@@ -172,14 +184,14 @@ def test_pytorch_on_two_hosts_with_names_that_resolve_late(completed):
     assert "training finished after step 6" in log
 
 
-# A byte a second to the rendezvous of Horovod's ranks, from when it is there to the job's end.
+# A byte a second to where rank 0 listens, from when it does to the job's end.
 STRANGER = """
 import socket, threading, time
 import hetero
 
 def bother():
     cluster = hetero.read_cluster()
-    leader = cluster.address(cluster.groups["dnn_group"][0]), cluster.base_port + 1
+    leader = cluster.address(cluster.groups["dnn_group"][0]), cluster.base_port + PORT
     while True:
         try:
             with socket.create_connection(leader) as connection:
@@ -194,18 +206,26 @@ threading.Thread(target=bother, daemon=True).start()
 """
 
 
-@needs(TENSORFLOW_212)
-def test_tensorflow_on_two_hosts_with_a_stranger(completed, tmp_path: Path):
+@pytest.mark.parametrize(
+    "name, distribution, port",
+    [
+        pytest.param(TENSORFLOW_221, "tf.distribute", 10, marks=needs(TENSORFLOW_221)),
+        pytest.param(HOROVOD, "horovod", 1, marks=needs(HOROVOD)),  # its rendezvous
+    ],
+)
+def test_tensorflow_on_two_hosts_with_a_stranger(
+    completed, tmp_path: Path, name: str, distribution: str, port: int
+):
     files = {path.name: path.read_text() for path in (TENSORFLOW / "code").glob("*.py")}
     title, rest = files["train_data.py"].split("import arguments", 1)
-    files["train_data.py"] = f"{title}{STRANGER}\nimport arguments{rest}"
+    files["train_data.py"] = f"{title}{STRANGER.replace('PORT', str(port))}\nimport arguments{rest}"
     log = completed(
-        TENSORFLOW_212,
+        name,
         files,
         COMMAND,
         TWO_AND_TWO,
         hyperparameters={"model": "small", "batch-size": 8, "processes-per-host": 2,
-                         "max-steps": 40, "log-every": 10},
+                         "max-steps": 40, "log-every": 10, "distribution": distribution},
         environment={"HETERO_TOKEN": "a secret", "CONTAINER_NAMES_AFTER": "30",
                      "CONTAINER_LOCALHOST": "aws"},
         input_data_config=[InputData(channel_name="training", data_source=upload(tmp_path))],
@@ -231,7 +251,7 @@ def upload(folder: Path) -> str:
     [
         pytest.param(PYTORCH, EXAMPLE, "but torch sees 0: driver", marks=needs(PYTORCH)),
         pytest.param(
-            TENSORFLOW_212, TENSORFLOW, "but TensorFlow sees 0: driver", marks=needs(TENSORFLOW_212)
+            TENSORFLOW_221, TENSORFLOW, "but TensorFlow sees 0: driver", marks=needs(TENSORFLOW_221)
         ),
     ],
 )
@@ -304,11 +324,11 @@ def test_preflight_without_a_way_between_the_hosts(jobs: Jobs):
 # ---- SDK v2, and AWS's toolkit
 
 
-@needs(TENSORFLOW_212)
+@needs(HOROVOD)
 def test_hello_world_with_an_old_toolkit(completed):
-    """TensorFlow's image has one; both ways to read the cluster must still agree."""
+    """The image with Horovod has one; both ways to read the cluster must still agree."""
     script = (HELLO / "code" / "train.py").read_text()
-    log = completed(TENSORFLOW_212, {"train.py": script}, "exec python train.py", TWO_GROUPS)
+    log = completed(HOROVOD, {"train.py": script}, "exec python train.py", TWO_GROUPS)
     assert log.count("Read by the toolkit and by hand") == 2
     assert log.count("This image's toolkit does not know: topology.") == 2
 
@@ -318,7 +338,7 @@ def test_hello_world_with_an_old_toolkit(completed):
     [
         pytest.param(PYTORCH, V2, "sagemaker_pytorch_container", marks=needs(PYTORCH)),
         pytest.param(
-            TENSORFLOW_212, TF_V2, "sagemaker_tensorflow_container", marks=needs(TENSORFLOW_212)
+            TENSORFLOW_221, TF_V2, "sagemaker_tensorflow_container", marks=needs(TENSORFLOW_221)
         ),
     ],
 )

@@ -17,16 +17,21 @@ command -v ip >/dev/null || left_out "no ip (Debian: iproute2)."
 
 here=tests/containers
 all=$(grep -l '^# Python' $here/*.txt | xargs -n 1 basename -s .txt)
-built=()
-for name in ${*:-$all}; do
+declare -A builds
+for name in ${*:-$all}; do # side by side: they wait for the network in turn
     ready=.containers/$name/.ready
     made_from=("$here/build.sh" "$here/$name".*txt pt.grpc.sagemaker/code/requirements.txt)
     if [ ! -e "$ready" ] || [ -n "$(find "${made_from[@]}" -newer "$ready")" ]; then
-        status=0
-        $here/build.sh "$name" || status=$?
-        [ $status = 3 ] && continue # left out, and said why
-        [ $status = 0 ] || exit $status
+        $here/build.sh "$name" &
+        builds[$name]=$!
     fi
+done
+built=()
+for name in ${*:-$all}; do
+    status=0
+    [ -z "${builds[$name]:-}" ] || wait "${builds[$name]}" || status=$?
+    [ $status = 3 ] && continue # left out, and said why
+    [ $status = 0 ] || exit $status
     built+=("$name")
 done
 [ ${#built[@]} -gt 0 ] || exit 0

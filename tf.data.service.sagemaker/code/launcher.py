@@ -4,8 +4,9 @@
 
 `exec` makes this process PID 1 of the container, the one that SageMaker sends SIGTERM to. The job's
 hyperparameters are those of arguments.py. Hosts of data_group run train_data.py: tf.data.service's
-workers, and on the first of them its dispatcher. Hosts of dnn_group run train_dnn.py as Horovod
-ranks, and one more worker on the cores that these leave. A homogeneous job has ranks only.
+workers, and on the first of them its dispatcher. Hosts of dnn_group run train_dnn.py, once
+for each GPU, and one more worker on the cores that these ranks leave. A homogeneous job has ranks
+only.
 """
 
 import os
@@ -26,19 +27,24 @@ def main() -> None:
     dispatcher, ranks = cluster.servers(args.data_group)[:1], args.processes_per_host
     if args.data_mode == "service" and not dispatcher:
         hetero.fail("data-mode 'service' needs a data group: use 'local' in a job without one.")
-    if args.horovod == "mpi" and len(cluster.groups.get(dnn_group, [])) > 1:
-        hetero.fail("horovod 'mpi' is for a single dnn host: use 'gloo', which needs no ssh.")
+    hosts, dnn_hosts = sorted(sum(cluster.groups.values(), [])), cluster.groups.get(dnn_group, [])
+    if args.distribution == "horovod-mpi" and len(dnn_hosts) > 1:
+        hetero.fail("'horovod-mpi' is for a single dnn host: use 'horovod', which needs no ssh.")
 
     words += ["--channels", str(hetero.BASE_DIR / "input" / "data")]
     words += ["--dispatcher", *dispatcher] if dispatcher else []
     train_data = [sys.executable, "train_data.py", *words]
-    train_data += ["--address", cluster.address(cluster.host)]
+    # Ports are told apart by host as well, for hosts that share a machine: the ranks' come first.
+    port = cluster.base_port + hetero.WORKER_PORT + len(dnn_hosts) * ranks
+    port += hosts.index(cluster.host)
+    train_data += ["--address", f"{cluster.address(cluster.host)}:{port}"]
     train_dnn = ["train_dnn.py", *words, "--model-dir", str(hetero.BASE_DIR / "model")]
     train_dnn += ["--checkpoint-dir", str(hetero.BASE_DIR / "checkpoints")]
-    if args.horovod == "mpi":  # it starts the ranks itself
-        train_dnn = ["horovodrun", "--mpi", "-np", str(ranks), sys.executable, *train_dnn]
-    else:
-        train_dnn = [sys.executable, "ranks.py", *train_dnn]
+    train_dnn = {
+        "tf.distribute": [sys.executable],
+        "horovod": [sys.executable, "horovod_rank.py"],
+        "horovod-mpi": ["horovodrun", "--mpi", "-np", str(ranks), sys.executable],
+    }[args.distribution] + train_dnn
 
     spare = len(os.sched_getaffinity(0)) - ranks  # cores that are left when each rank has one
     uses_service = dispatcher and args.data_mode in (None, "service")
@@ -50,7 +56,7 @@ def main() -> None:
             cluster,
             dnn_group,
             {args.data_group: train_data, dnn_group: train_dnn},
-            ranks=1 if args.horovod == "mpi" else ranks,
+            ranks=1 if args.distribution == "horovod-mpi" else ranks,  # it starts them itself
             beside=beside,
             needed=needed,
         )

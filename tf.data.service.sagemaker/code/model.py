@@ -19,12 +19,12 @@ def small_resnet() -> tf.keras.Model:
         return tf.keras.layers.BatchNormalization()(x)
 
     images = tf.keras.Input((SIDE, SIDE, CHANNELS))
-    x = tf.nn.relu(convolve(images, 16))
+    x = tf.keras.layers.ReLU()(convolve(images, 16))
     for filters, stride in ((16, 1), (32, 2), (64, 2)):
-        y = convolve(tf.nn.relu(convolve(x, filters, stride)), filters)
+        y = convolve(tf.keras.layers.ReLU()(convolve(x, filters, stride)), filters)
         if stride > 1:
             x = tf.keras.layers.Conv2D(filters, 1, stride, use_bias=False)(x)
-        x = tf.nn.relu(x + y)
+        x = tf.keras.layers.ReLU()(x + y)
     x = tf.keras.layers.GlobalAveragePooling2D()(x)
     return tf.keras.Model(images, tf.keras.layers.Dense(CLASSES)(x))
 

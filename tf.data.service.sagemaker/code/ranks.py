@@ -1,80 +1,111 @@
-"""Become one of Horovod's ranks, as the environment says which one: without ssh and MPI.
+"""How the ranks of a training keep in step: by TensorFlow's own collectives, or by Horovod's.
 
-    python ranks.py train_dnn.py --batch-size 128
-
-To be started once for each rank with what torchrun or hetero.py put into the environment (RANK,
-WORLD_SIZE, MASTER_ADDR, ...). The ranks find each other through a small server beside rank 0, and
-then talk over Gloo (NCCL between GPUs).
+A rank is a process with a GPU, if there are any, and a share of its host's cores. Either class
+here says which one this is, `rank` of `size`, and makes two things the same on all of them: the
+mean of their gradients, and the variables with which they begin. Only one class is ever in use:
+copy that one.
 """
 
-import importlib.util
 import os
-import socket
+import shutil
+import subprocess
 import sys
-import time
 
-from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
-from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-
-START_SECONDS = 600  # hosts may load TensorFlow at very different speeds
+import tensorflow as tf
 
 
-def main() -> None:
-    """Let Horovod know what the environment says, and become the training script."""
-    values = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    size, hosts = int(os.environ["WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
-    master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if values["RANK"] == "0":
-        slots = [HostInfo(f"host-{n}", size // hosts) for n in range(hosts)]
-        server = RendezvousHTTPServer((master, port), RendezvousHandler, verbose=0)
-        server.daemon_threads = True  # a stranger's open connection must not keep us here
-        server.init(get_host_assignments(slots, size))
-        if os.fork() == 0:  # a process of its own: hetero.py kills it when rank 0 has ended
-            server.serve_forever()
-    wait_for(master, port)  # the ranks themselves try for two seconds only
-    os.environ.update(
-        HOROVOD_CONTROLLER="gloo",
-        HOROVOD_CPU_OPERATIONS="gloo",
-        HOROVOD_GLOO_RENDEZVOUS_ADDR=master,
-        HOROVOD_GLOO_RENDEZVOUS_PORT=str(port),
-        HOROVOD_GLOO_IFACE=os.environ["GLOO_SOCKET_IFNAME"],
-        HOROVOD_GLOO_TIMEOUT_SECONDS=str(START_SECONDS),  # for the others to come up
-        HOROVOD_HOSTNAME=f"host-{os.environ['GROUP_RANK']}",
-        HOROVOD_RANK=values["RANK"],
-        HOROVOD_SIZE=str(size),
-        HOROVOD_LOCAL_RANK=values["LOCAL_RANK"],
-        HOROVOD_LOCAL_SIZE=values["LOCAL_WORLD_SIZE"],
-        HOROVOD_CROSS_RANK=os.environ["GROUP_RANK"],
-        HOROVOD_CROSS_SIZE=str(hosts),
-        **own_hostname(),
-    )
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+class TensorFlowRanks:
+    """tf.distribute's collectives: over NCCL between GPUs, and else over gRPC.
 
-
-def own_hostname() -> dict[str, str]:
-    """Variables that let Gloo find this host's address, which it looks up by the host's name.
-
-    In AWS's training containers the name is "aws" and need not resolve. Their toolkit has a library
-    for its own MPI runs, which answers with the name that the other hosts know. It reads that in
-    the file below, and crashes where there is none.
+    The ranks find each other by TF_CONFIG, which hetero.py sets; without it there is one.
     """
-    library = importlib.util.find_spec("gethostname")
-    if not library or not os.path.exists("/opt/ml/input/config/resourceconfig.json"):
-        return {}
-    return {"LD_PRELOAD": library.origin}
+
+    def __init__(self):
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.gpus = take_share(
+            int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        )
+        kinds = tf.distribute.experimental.CommunicationImplementation
+        self.options = tf.distribute.experimental.CommunicationOptions(
+            # On its own it would choose gRPC between GPUs too, where nothing has been traced yet.
+            implementation=kinds.NCCL if self.gpus else kinds.RING,
+            bytes_per_pack=16 << 20,  # one call for each tensor took a third longer
+        )
+        # For its collectives only: strategy.scope() and model.fit() would make nothing shorter.
+        self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
+            communication_options=self.options
+        )
+        self.size = self.strategy.num_replicas_in_sync
+
+    def mean(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return their means over the ranks. All have one dtype, and shapes known beforehand."""
+        return [total / self.size for total in self._sum(tensors)]
+
+    def from_rank_0(self, variables: list[tf.Variable]) -> None:
+        """Give the variables the values that they have on rank 0: a sum, to which others add 0."""
+        values = [tf.identity(v) if self.rank == 0 else tf.zeros_like(v) for v in variables]
+        for dtype in sorted({value.dtype.name for value in values}):
+            same = [n for n, value in enumerate(values) if value.dtype.name == dtype]
+            for n, total in zip(same, self._sum([values[n] for n in same])):  # noqa: B905
+                variables[n].assign(total)
+
+    @tf.function
+    def _sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        def of_all_ranks(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            tensors = [tf.identity(tensor) for tensor in tensors]
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce("SUM", tensors, self.options)  # else without the strategy's
+
+        return self.strategy.run(of_all_ranks, tensors)
 
 
-def wait_for(host: str, port: int) -> None:
-    """Wait until somebody listens there; raise OSError if that takes too long."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            return socket.create_connection((host, port), timeout=5).close()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.2)
+class HorovodRanks:
+    """Horovod's: the published way, for containers that have it.
+
+    The ranks find each other as horovod_rank.py or horovodrun have told them.
+    """
+
+    def __init__(self):
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+        self.hvd, self.rank, self.size = hvd, hvd.rank(), hvd.size()
+        self.gpus = take_share(hvd.local_rank(), hvd.local_size())
+
+    def mean(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return their means over the ranks."""
+        return self.hvd.grouped_allreduce(tensors, op=self.hvd.Average)
+
+    def from_rank_0(self, variables: list[tf.Variable]) -> None:
+        """Give the variables the values that they have on rank 0."""
+        self.hvd.broadcast_variables(variables, root_rank=0)
 
 
-if __name__ == "__main__":
-    main()
+def connect(distribution: str) -> TensorFlowRanks | HorovodRanks:
+    """Become one of the ranks; to be called before TensorFlow is used for anything else."""
+    return TensorFlowRanks() if distribution == "tf.distribute" else HorovodRanks()
+
+
+def take_share(local_rank: int, local_size: int) -> int:
+    """Take this rank's GPU and its share of the cores; return how many GPUs the host has.
+
+    Ends the program if TensorFlow misses GPUs of the host: a CPU would train at their price.
+    SageMaker counts the host's GPUs in SM_NUM_GPUS.
+    """
+    gpus, there = tf.config.list_physical_devices("GPU"), int(os.environ.get("SM_NUM_GPUS", "0"))
+    if len(gpus) < there:
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        found = shutil.which("nvidia-smi") and subprocess.run(ask, capture_output=True, text=True)
+        driver = found.stdout.strip() if found else "unknown (no nvidia-smi)"
+        cuda = tf.sysconfig.get_build_info().get("cuda_version")
+        sys.exit(
+            f"ranks.py: error: the host has {there} GPUs (SM_NUM_GPUS), but TensorFlow sees "
+            f"{len(gpus)}: driver {driver} does not fit the image's CUDA {cuda}. Take an image "
+            "with an older CUDA, or its libraries for older drivers (README, On AWS)."
+        )
+    if gpus:
+        tf.config.set_visible_devices(gpus[local_rank], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[local_rank], True)
+    threads = max(1, len(os.sched_getaffinity(0)) // local_size)
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    return len(gpus)

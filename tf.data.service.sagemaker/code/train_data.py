@@ -24,7 +24,7 @@ def main() -> None:
     add = parser.add_argument
     add("--dispatcher", required=True, metavar="HOST:PORT", help="where workers reach it")
     add("--work-dir", help="the dispatcher's journal; if given, the dispatcher runs here")
-    add("--address", required=True, help="where this host is reached")
+    add("--address", required=True, metavar="HOST:PORT", help="where this worker is reached")
     add("--channels", required=True, help="folder of the job's channels")
     add("--spare-cores", type=int, help="use only so many, and only while nobody else needs them")
     args = parser.parse_args()
@@ -46,7 +46,8 @@ def main() -> None:
         print(f"dispatcher at {args.dispatcher}", flush=True)
     cost = milliseconds_per_sample(find_files(args.files), args.augment)
     print(f"data_ms_per_sample={cost:.3f} workers={cores}", flush=True)
-    config = service.WorkerConfig(args.dispatcher, worker_address=f"{args.address}:%port%")
+    port = int(args.address.rpartition(":")[2])
+    config = service.WorkerConfig(args.dispatcher, worker_address=args.address, port=port)
     servers.append(service.WorkerServer(config))
     print(f"worker at {args.address}", flush=True)
     servers[-1].join()

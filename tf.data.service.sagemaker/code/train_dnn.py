@@ -1,18 +1,16 @@
-"""Train an image classifier with Horovod, on samples prepared here or on other machines.
+"""Train an image classifier on one or more GPUs, on samples prepared here or on other machines.
 
 `--data-mode` says where samples come from: `local` prepares them on this host's own cores,
 `service` gets them from tf.data.service, `synthetic` repeats one batch, which shows how fast
 training could be.
 
-Run it as it is, or on several GPUs with `horovodrun -np N python train_dnn.py ...`.
+Run it as it is, or let launcher.py start it, once for each GPU of the training hosts.
 """
 
 import argparse
 import math
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,13 +20,15 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
 import arguments
 import pipeline
 from model import CLASSES, build_model
 from pipeline import CHANNELS, SIDE
+from ranks import HorovodRanks, TensorFlowRanks, connect
+
+Ranks = TensorFlowRanks | HorovodRanks  # which of them, nothing here depends on
 
 
 def absolute(path: str) -> Path:
@@ -54,24 +54,25 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> str:
     """Train, and save the model; return why the training ended before its time, or nothing."""
     args = parse_arguments()
-    hvd.init()
-    rank, ranks = hvd.rank(), hvd.size()
-    set_up(args.seed)
+    ranks = connect(args.distribution)
+    sys.stdout.reconfigure(line_buffering=True)  # the job's log shows each line at once
+    if ranks.rank == 0:
+        print(f"tensorflow={tf.__version__} gpus={ranks.gpus} distribution={args.distribution}")
+    tf.keras.utils.set_random_seed(args.seed)  # the same initial weights in every run
     try:
         model = build_model(args.model)
-        batches = build_batches(args, rank, ranks)
+        batches = build_batches(args, ranks)
     except (OSError, ValueError) as error:  # a missing file
         sys.exit(f"train_dnn.py: error: {error}")
-    # Keras compiles the updates by default on GPUs only: so they are the same everywhere.
-    optimizer = tf.keras.optimizers.Adam(jit_compile=False)
+    optimizer = tf.keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
     # From here on SIGTERM ends the current step, saves a checkpoint, and only then ends the run.
-    stop_requested, stopping = threading.Event(), False
+    stop_requested, stopping, votes = threading.Event(), False, 0.0
     signal.signal(signal.SIGTERM, lambda *_: stop_requested.set())
-    checkpoint = Checkpoint(args.checkpoint_dir, model, optimizer)
+    checkpoint = Checkpoint(args.checkpoint_dir, model, optimizer, ranks)
     done = first_step = checkpoint.load()
-    train_step = build_train_step(model, optimizer)
-    log = StepLog(args.log_every)
+    train_step = build_train_step(model, optimizer, ranks)
+    log = StepLog(args.log_every, ranks)
 
     global iterator  # stays until the process ends, for the reason at the end of this file
     iterator = iter(batches)
@@ -79,52 +80,45 @@ def main() -> str:
         images, labels = log.waited_for(iterator)
         # As large as all ranks' batches together allow, but not at once (Goyal et al., 2017).
         warm = min(1.0, (done + 1) / args.warmup_steps) if args.warmup_steps else 1.0
-        optimizer.learning_rate.assign(args.lr * (1 + (ranks - 1) * warm))
-        loss, votes = train_step(images, labels, tf.constant(float(stop_requested.is_set())))
+        optimizer.learning_rate.assign(args.lr * (1 + (ranks.size - 1) * warm))
+        # The votes of the step before are read: these, a GPU would have to be waited for.
+        stopping = float(votes) > 0
+        vote = tf.constant(float(stop_requested.is_set()))
+        loss, votes = train_step(images, labels, vote)
 
         done += 1
-        stopping = float(votes) > 0
         is_last = stopping or done == args.max_steps
         log.add(done, len(labels), loss, is_last)
         if is_last or done % args.checkpoint_every == 0:
             checkpoint.save(done)
 
-    hvd.allreduce(tf.zeros(()), name="saved")  # when one rank ends, mpirun kills the others
-    if stopping and done < args.max_steps:
-        return f"training stopped by SIGTERM after step {done}"
-    if rank == 0:
-        tf.saved_model.save(model, str(args.model_dir / "1"))
+    stopped = stopping and done < args.max_steps
+    if ranks.rank == 0 and not stopped:
+        save_model(model, args.model_dir / "1")
         if done == first_step:
             print(f"training was complete already: step={done}")
         else:
             print(f"training finished after step {done}: loss {float(loss):.4f}")
-    return ""
+    ranks.mean([tf.zeros(())])  # all have saved: a rank that ends is missed by the others
+    return f"training stopped by SIGTERM after step {done}" if stopped else ""
 
 
-def set_up(seed: int) -> None:
-    """Make this process ready, with its own GPU, or else with its share of the cores."""
-    sys.stdout.reconfigure(line_buffering=True)  # the job's log shows each line at once
-    gpus = tf.config.list_physical_devices("GPU")
-    check_gpus(len(gpus))
-    if hvd.rank() == 0:
-        print(f"tensorflow={tf.__version__} gpus={len(gpus)}")
-    if gpus:
-        tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
-        tf.config.experimental.set_memory_growth(gpus[hvd.local_rank()], True)
-    else:
-        tf.config.threading.set_intra_op_parallelism_threads(cores_of_this_rank())
-    tf.keras.utils.set_random_seed(seed)  # the same initial weights in every run
+def save_model(model: tf.keras.Model, folder: Path) -> None:
+    """Write a SavedModel, whose signature serving_default maps images to logits."""
 
+    @tf.function(input_signature=[tf.TensorSpec((None, SIDE, SIDE, CHANNELS), tf.float32)])
+    def serve(images: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"logits": model(images, training=False)}
 
-def cores_of_this_rank() -> int:
-    """How many of the host's cores are for this rank."""
-    return max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
+    tf.saved_model.save(model, str(folder), signatures=serve)
 
 
 def build_train_step(
-    model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer
+    model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer, ranks: Ranks
 ) -> Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
-    """Return the function of a step: from images, labels and a vote to stop, to loss and votes."""
+    """Return the function of a step: from images, labels and a vote to stop, to the ranks' mean
+    loss and vote.
+    """
 
     @tf.function
     def train_step(
@@ -134,13 +128,12 @@ def build_train_step(
             logits = model(images, training=True)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
             loss = tf.reduce_mean(losses)
-        tape = hvd.DistributedGradientTape(tape)  # its gradients are the mean over the ranks
         gradients = tape.gradient(loss, model.trainable_variables)
+        # With them it is agreed whether to stop, so that all ranks do after the same step.
+        *gradients, loss, stop = ranks.mean([*gradients, loss, stop])
         # AutoGraph of TensorFlow 2.12 knows no zip(strict=True).
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))  # noqa: B905
-        # With them it is agreed whether to stop, so that all ranks do after the same step.
-        with tf.device("CPU"):  # where reading it does not wait for the GPU
-            return loss, hvd.allreduce(stop, op=hvd.Sum, name="stop")
+        return loss, stop
 
     return train_step
 
@@ -149,20 +142,25 @@ class Checkpoint:
     """What a later run goes on from: rank 0 has the files, all ranks begin with its weights."""
 
     def __init__(
-        self, folder: Path | None, model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer
+        self,
+        folder: Path | None,
+        model: tf.keras.Model,
+        optimizer: tf.keras.optimizers.Optimizer,
+        ranks: Ranks,
     ):
+        self.ranks = ranks
         self.step = tf.Variable(0, dtype=tf.int64)
         self.variables = [self.step, *model.variables, *optimizer.variables]
         saved = tf.train.Checkpoint(step=self.step, model=model, optimizer=optimizer)
         self.files = None
-        if hvd.rank() == 0 and folder:
+        if ranks.rank == 0 and folder:
             self.files = tf.train.CheckpointManager(saved, folder, max_to_keep=2)
 
     def load(self) -> int:
         """Restore the newest on all ranks, if there is one; return the steps done."""
         if self.files and self.files.restore_or_initialize():
             print(f"resumed from {self.files.directory} at step {int(self.step)}")
-        hvd.broadcast_variables(self.variables, root_rank=0)
+        self.ranks.from_rank_0(self.variables)
         return int(self.step)
 
     def save(self, step: int) -> None:
@@ -172,32 +170,14 @@ class Checkpoint:
             self.files.save(step)
 
 
-def check_gpus(seen: int) -> None:
-    """End the program if TensorFlow misses GPUs of the host: a CPU would train at their price.
-
-    SageMaker counts the host's GPUs in SM_NUM_GPUS.
-    """
-    there = int(os.environ.get("SM_NUM_GPUS", "0"))
-    if seen < there:
-        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-        found = shutil.which("nvidia-smi") and subprocess.run(ask, capture_output=True, text=True)
-        driver = found.stdout.strip() if found else "unknown (no nvidia-smi)"
-        cuda = tf.sysconfig.get_build_info().get("cuda_version")
-        sys.exit(
-            f"train_dnn.py: error: the host has {there} GPUs (SM_NUM_GPUS), but TensorFlow sees "
-            f"{seen}: driver {driver} does not fit the image's CUDA {cuda}. Take an image with an "
-            "older CUDA, or its libraries for older drivers (README, On AWS)."
-        )
-
-
-def build_batches(args: argparse.Namespace, rank: int, ranks: int) -> Iterable:
+def build_batches(args: argparse.Namespace, ranks: Ranks) -> Iterable:
     """Return this rank's batches without end: images (N, 32, 32, 3) and labels (N,)."""
     if args.data_mode == "synthetic":
         images = tf.random.uniform((args.batch_size, SIDE, SIDE, CHANNELS))
         return repeat((images, tf.range(args.batch_size) % CLASSES))
     os.chdir(args.channels)  # the files' names, relative to it, are good on the data hosts too
     files = pipeline.find_files(args.files)
-    if args.data_mode == "local" and rank == 0:
+    if args.data_mode == "local" and ranks.rank == 0:
         cost = pipeline.milliseconds_per_sample(files, args.augment)
         print(f"data_ms_per_sample={cost:.3f} workers={len(os.sched_getaffinity(0))}")
     return pipeline.build(
@@ -205,18 +185,18 @@ def build_batches(args: argparse.Namespace, rank: int, ranks: int) -> Iterable:
         args.batch_size,
         args.augment,
         args.seed,
-        rank=rank,
-        ranks=ranks,
+        rank=ranks.rank,
+        ranks=ranks.size,
         dispatcher=args.dispatcher if args.data_mode == "service" else "",
-        threads=cores_of_this_rank(),
+        threads=tf.config.threading.get_intra_op_parallelism_threads(),
     )
 
 
 class StepLog:
     """Measures the steps, and prints their means on rank 0, every so many steps."""
 
-    def __init__(self, every: int):
-        self.every, self.measures = every, False
+    def __init__(self, every: int, ranks: Ranks):
+        self.every, self.ranks, self.measures = every, ranks, False
         self.restart()
 
     def restart(self) -> None:
@@ -246,21 +226,20 @@ class StepLog:
 
     def write(self, step: int) -> None:
         """Print the means since the last line, for people and regular expressions."""
-        loss = float(hvd.allreduce(self.loss / self.steps, name="loss"))
+        loss = float(self.loss) / self.steps
         if not math.isfinite(loss):  # the same on all ranks
             sys.exit(f"train_dnn.py: error: loss={loss} at step {step}: see labels, learning rate")
         seconds = time.perf_counter() - self.start
-        if hvd.rank() == 0:
+        if self.ranks.rank == 0:
             print(
                 f"step={step} loss={loss:.4f} step_time_ms={1000 * seconds / self.steps:.2f} "
                 f"data_wait_ms={1000 * self.data_wait / self.steps:.2f} "
-                f"samples_per_s={hvd.size() * self.samples / seconds:.1f}"
+                f"samples_per_s={self.ranks.size * self.samples / seconds:.1f}"
             )
 
 
 if __name__ == "__main__":
     reason = main()
-    hvd.shutdown()
     print(reason, file=sys.stderr, end="\n" if reason else "", flush=True)
     # Not sys.exit, which destroys everything: the iterator would wait for tf.data's tuning thread,
     # and that sleeps for up to a minute.
