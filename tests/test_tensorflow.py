@@ -203,7 +203,7 @@ def kill_data_server(job: endings.Running, number: int) -> None:
 TELL_WEIGHTS = (
     "    stopped = stopping and done",
     "    weights = sum(float(tf.norm(weight)) for weight in model.trainable_variables)\n"
-    "    print(f'weights of {rank}: {weights}')\n"
+    "    print(f'weights of {ranks.rank}: {weights}')\n"
     "    stopped = stopping and done",
 )
 # With it there is a worker beside the ranks, as on hosts with more cores than ranks.

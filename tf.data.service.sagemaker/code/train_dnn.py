@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from pathlib import Path
@@ -228,7 +229,7 @@ class StepLog:
         """Print the means since the last line, for people and regular expressions."""
         loss = float(self.loss) / self.steps
         if not math.isfinite(loss):  # the same on all ranks
-            sys.exit(f"train_dnn.py: error: loss={loss} at step {step}: see labels, learning rate")
+            raise ValueError(f"loss={loss} at step {step}: see labels, learning rate")
         seconds = time.perf_counter() - self.start
         if self.ranks.rank == 0:
             print(
@@ -239,7 +240,10 @@ class StepLog:
 
 
 if __name__ == "__main__":
-    reason = main()
+    try:
+        reason = main()
+    except Exception:
+        reason = traceback.format_exc().rstrip()
     print(reason, file=sys.stderr, end="\n" if reason else "", flush=True)
     # Not sys.exit, which destroys everything: the iterator would wait for tf.data's tuning thread,
     # and that sleeps for up to a minute.
