@@ -29,7 +29,7 @@ class TensorFlowRanks:
         self.options = tf.distribute.experimental.CommunicationOptions(
             # On its own it would choose gRPC between GPUs too, where nothing has been traced yet.
             implementation=kinds.NCCL if self.gpus else kinds.RING,
-            bytes_per_pack=16 << 20,  # one call for each tensor took a third longer
+            bytes_per_pack=16 << 20,  # one call for each tensor takes longer, and one for all
         )
         # For its collectives only: strategy.scope() and model.fit() would make nothing shorter.
         self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
