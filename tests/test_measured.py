@@ -424,20 +424,19 @@ def test_pytorch_script_as_two_jobs_find_it(capsys, workers, data, step):
 
 @pytest.mark.parametrize("data, step", [(0.04, 0.015), (0.005, 0.03)])
 def test_keras_fit_as_two_jobs_find_it(capsys, data, step):
-    tf = pytest.importorskip("tensorflow")  # there is none for Python 3.12
-
+    import tensorflow as tf
     from tensorflow.python.data.experimental.ops import testing  # its sleep takes no CPU time
 
     dataset = tf.data.Dataset.from_tensors(([[1.0, 2.0]], [[3.0]])).repeat()
     dataset = dataset.apply(testing.sleep(int(1e6 * data))).prefetch(2)
     model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
     model.compile(loss="mse")
-    work = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: time.sleep(step))
+    work = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, logs: time.sleep(step))
 
     def step_ms(dataset) -> float:
         ends = []
         look = tf.keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda *_: ends.append(time.perf_counter())
+            on_train_batch_end=lambda *_, logs: ends.append(time.perf_counter())
         )
         model.fit(dataset, steps_per_epoch=40, callbacks=[work, look], verbose=0)
         return 1000 * (ends[-1] - ends[9]) / (len(ends) - 10)
