@@ -7,6 +7,7 @@ by tf.distribute in this environment, and by Horovod in the replica of AWS's las
 with the TensorFlow of that image. `make containers` builds the replica.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -57,7 +58,8 @@ def step_times(way: str, model: str, ranks: int, cores: list[int]) -> list[float
             ends = [process.wait(LIMIT_SECONDS) for process in processes]
         finally:
             for process in processes:
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # nobody is left
+                    os.killpg(process.pid, signal.SIGKILL)
         if any(ends):
             sys.exit(f"{way} failed:\n{logs[0].read_text()[-2000:]}")
         return [float(ms) for ms in re.findall(r"step_time_ms=([\d.]+)", logs[0].read_text())]
