@@ -276,7 +276,7 @@ def test_training_may_take_no_batch_for_long(start, expected, capsys, monkeypatc
     assert not lines(capsys)
 
 
-@pytest.mark.parametrize("times_slower", [1, 20])
+@pytest.mark.parametrize("times_slower", [1, 5, 20])
 def test_a_slow_host_does_not_hold_up_a_fast_one(start, times_slower):
     """How slow it is is learnt in the first epoch. They sleep; other work here costs both time."""
     paces = ("100", str(100 * times_slower))
@@ -290,7 +290,7 @@ def test_a_slow_host_does_not_hold_up_a_fast_one(start, times_slower):
 
     seconds(loaders[1])
     ratios = (seconds(loaders[0]) / seconds(loaders[1]) for _ in range(3))
-    least = {1: 1.5, 20: 0.9}[times_slower]
+    least = {1: 1.5, 5: 0.95, 20: 0.9}[times_slower]
     assert any(ratio > least for ratio in ratios)
 
 

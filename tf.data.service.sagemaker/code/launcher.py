@@ -4,9 +4,8 @@
 
 `exec` makes this process PID 1 of the container, the one that SageMaker sends SIGTERM to. The job's
 hyperparameters are those of arguments.py. Hosts of data_group run train_data.py: tf.data.service's
-workers, and on the first of them its dispatcher. Hosts of dnn_group run train_dnn.py, once
-for each GPU, and one more worker on the cores that these ranks leave. A homogeneous job has ranks
-only.
+workers, and on the first of them its dispatcher. Hosts of dnn_group run train_dnn.py, once for each
+GPU, and one more worker on the cores that these ranks leave. A homogeneous job has ranks only.
 """
 
 import os
