@@ -1,14 +1,17 @@
-"""Draw the pictures of the examples' jobs, as SVG, into the examples' images/ folders.
+"""Draw the pictures of the examples' jobs, and of what came out, as SVG, into images/ folders.
 
     python scripts/pictures.py
 
 They are to be read on a phone too: lengths are in pixels of a picture that is shown 360 pixels
 wide, no text is smaller than 11 of them, and texts are drawn as shapes, so that they look the same
 everywhere. A white card of its own carries each picture on dark pages. The same lines draw the same
-bytes: a file does not say when it was drawn.
+bytes: a file does not say when it was drawn. The result is that of the notebooks' saved outputs:
+draw again when they have been run again.
 """
 
 import io
+import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +26,7 @@ from matplotlib.path import Path as Line
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for the folder `shared`
+from shared import costs  # noqa: E402
 from shared.monitoring import COLOURS  # noqa: E402
 
 BLUE, ORANGE, GREEN, _ = COLOURS  # training, preparing batches, sharing out files
@@ -257,10 +261,76 @@ def tensorflow_workflow() -> Axes:
     return axes
 
 
+# ------------------------------------------------------------------------ result: what came out
+
+NOTEBOOKS = {
+    "PyTorch": "pt.grpc.sagemaker/hetero-pytorch-mnist.ipynb",
+    "TensorFlow": "tf.data.service.sagemaker/hetero-tensorflow-restnet50.ipynb",
+}
+ROWS = ("step time (ms)", "USD per 1,000 steps")
+
+
+def measured(notebook: str) -> list[tuple[float, float]]:
+    """Read `ROWS` of the homogeneous and of the heterogeneous job in a notebook's saved outputs.
+
+    They are in the table that the cell tagged `comparison` shows, as in `make demo`.
+    """
+    cells = json.loads((ROOT / notebook).read_text())["cells"]
+    shown = [
+        "".join(output.get("data", {}).get("text/plain", []))
+        for cell in cells
+        if "comparison" in cell["metadata"].get("tags", [])
+        for output in cell["outputs"]
+    ]
+    lines = "\n".join(shown).splitlines()
+    [times, prices] = [
+        [float(number.replace(",", "")) for number in re.findall(r"[\d,.]+", line[len(row) :])]
+        for row in ROWS
+        for line in lines
+        if line.startswith(row)
+    ]
+    return list(zip(times, prices, strict=True))
+
+
+def published(framework: str) -> list[tuple[float, float]]:
+    """Return the same of the jobs that AWS published in 2022, at that time's prices."""
+    table = costs.compare_runs(costs.PUBLISHED[framework], as_of=costs.PUBLISHED_ON)
+    return list(table[list(ROWS)].itertuples(index=False, name=None))
+
+
+def results() -> dict[str, list[tuple[float, float]]]:
+    """Return (ms for a step, USD for 1,000 steps), before and after, by framework and source."""
+    here = {f"{name}, make demo": measured(path) for name, path in NOTEBOOKS.items()}
+    return here | {f"{name}, AWS 2022": published(name) for name in NOTEBOOKS}
+
+
+def result() -> Axes:
+    """A training step on the GPU instance alone, and with CPU instances: its time and its cost."""
+    axes = card(376, "A step, before and after")
+    for number, (name, jobs) in enumerate(results().items()):
+        y = 42 + 72 * number
+        (before, before_usd), (after, after_usd) = jobs
+        cheaper = 1 - after_usd / before_usd
+        text(axes, 16, y + 9, name, bold=True, align="left")
+        gain = f"{before / after:.1f}x as fast, {cheaper:.0%} cheaper"
+        text(axes, 344, y + 9, gain, align="right")
+        for row, (ms, usd, colour) in enumerate(
+            [(before, before_usd, GREY), (after, after_usd, BLUE)]
+        ):
+            top = y + 20 + 22 * row
+            box(axes, 16, top, 176 * ms / before, 18, colour, corner=3)
+            words = f"{round(ms, 1):,g} ms, USD {usd:.2f}"
+            text(axes, 22 + 176 * ms / before, top + 9, words, align="left")
+    text(axes, WIDTH / 2, 344, "Grey: the GPU instance alone. Blue: with CPU instances.", size=11)
+    text(axes, WIDTH / 2, 361, "USD for 1,000 steps. make demo: times of two CPU cores.", size=11)
+    return axes
+
+
 # ---------------------------------------------------------------------------------------- files
 
 # Each example's folder is there to be copied by itself, so each has what its notebook shows.
 PICTURES = {
+    "docs/images/result.svg": result,
     "hello.world.sagemaker/images/basic-homogeneous-job.svg": homogeneous_job,
     "hello.world.sagemaker/images/basic-heterogeneous-job.svg": heterogeneous_job,
     "pt.grpc.sagemaker/images/basic-homogeneous-job.svg": homogeneous_job,

@@ -1,5 +1,6 @@
-"""The pictures in the examples' images/ are what scripts/pictures.py draws, and can be read."""
+"""The pictures in images/, the examples' and that of README, are what scripts/pictures.py draws, and can be read."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -27,10 +28,12 @@ def test_checked_in_pictures_are_those_that_the_script_draws(tmp_path: Path):
         shutil.copytree(ROOT / name, tmp_path / name)
     for name in pictures.PICTURES:
         (tmp_path / name).parent.parent.mkdir(exist_ok=True)
+    for name in pictures.NOTEBOOKS.values():
+        shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "matplotlibrc").write_text("lines.linewidth: 9\nsavefig.bbox: tight\n")
     subprocess.run([sys.executable, "scripts/pictures.py"], cwd=tmp_path, check=True, timeout=120)
-    drawn = sorted(tmp_path.glob("*.sagemaker/images/*"))
-    for root, found in ((tmp_path, drawn), (ROOT, sorted(ROOT.glob("*.sagemaker/images/*")))):
+    drawn = sorted(tmp_path.glob("*/images/*"))
+    for root, found in ((tmp_path, drawn), (ROOT, sorted(ROOT.glob("*/images/*")))):
         assert [str(path.relative_to(root)) for path in found] == sorted(pictures.PICTURES)
     for path in drawn:
         name = path.relative_to(tmp_path)
@@ -68,3 +71,11 @@ def contrast(*colours: str | tuple[float, ...]) -> float:
     linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
     dark, bright = sorted(linear @ (0.2126, 0.7152, 0.0722))
     return (bright + 0.05) / (dark + 0.05)
+
+
+def test_readme_says_in_words_what_its_picture_shows():
+    """For those who cannot see it; and in the notebooks' figures, when they have been run again."""
+    words = re.search(r"!\[(.*?)\]\(docs/images/result\.svg\)", (ROOT / "README.md").read_text())[1]
+    for name, ((before, before_usd), (after, after_usd)) in pictures.results().items():
+        said = f"{name}: from {before:,g} to {after:,g} ms, from USD {before_usd:.2f} to {after_usd:.2f}"
+        assert said in words, f"README says otherwise than its picture: {said}"

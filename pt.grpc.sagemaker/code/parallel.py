@@ -45,7 +45,8 @@ def join_ranks(device: torch.device, parallelism: str) -> dist.ProcessGroup:
         sys.exit(
             f"parallel.py: error: fsdp needs PyTorch 2.6 or newer; this is {torch.__version__}."
         )
-    dist.init_process_group(choose_backend(device, parallelism), timeout=TIMEOUT)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    dist.init_process_group(backend, timeout=TIMEOUT)
     if parallelism == "fsdp" and device.type == "cpu" and not gloo_averages():
         sys.exit(f"parallel.py: error: fsdp needs GPUs with PyTorch {torch.__version__}: use ddp.")
     return dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -73,24 +74,6 @@ def gloo_averages() -> bool:
     except RuntimeError:  # not supported
         return False
     return part.item() == 1
-
-
-def choose_backend(device: torch.device, parallelism: str) -> str:
-    """Return the fastest library for the collective operations.
-
-    SageMaker's own, smddp, is for FSDP only: its AllGather works under torchrun, its AllReduce, the
-    operation of DDP, under mpirun only, and not beside another group, such as ours over gloo.
-    """
-    if device.type == "cpu":
-        return "gloo"
-    if parallelism == "fsdp":
-        try:
-            import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401  (registers it)
-
-            return "smddp"
-        except ImportError:  # a container without it
-            pass
-    return "nccl"
 
 
 def share_model(model: nn.Module, parallelism: str, device: torch.device) -> nn.Module:

@@ -223,7 +223,7 @@ def check_gpus() -> None:
         sys.exit(
             f"train_dnn.py: error: the host has {there} GPUs (SM_NUM_GPUS), but torch sees "
             f"{seen}: driver {driver} does not fit the image's CUDA {torch.version.cuda}. Take an "
-            "image with an older CUDA, or its libraries for older drivers (README, On AWS)."
+            "image with an older CUDA, or its libraries for older drivers (docs/images.md)."
         )
 
 

@@ -101,7 +101,7 @@ def take_share(local_rank: int, local_size: int) -> int:
         sys.exit(
             f"ranks.py: error: the host has {there} GPUs (SM_NUM_GPUS), but TensorFlow sees "
             f"{len(gpus)}: driver {driver} does not fit the image's CUDA {cuda}. Take an image "
-            "with an older CUDA, or its libraries for older drivers (README, On AWS)."
+            "with an older CUDA, or its libraries for older drivers (docs/images.md)."
         )
     if gpus:
         tf.config.set_visible_devices(gpus[local_rank], "GPU")
