@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc_tools._protoc_compiler  # noqa: F401  before TensorFlow, or feed/ crashes (README)
+import grpc_tools._protoc_compiler  # noqa: F401  before TensorFlow, or feed/ crashes (docs/troubleshooting.md)
 import pytest
 
 os.environ["SAGEMAKER_TARGET"] = "local"  # the notebooks among them, whatever the shell says

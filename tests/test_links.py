@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [
     page
-    for pattern in ("*.md", "benchmarks/*.md", "*.sagemaker/*.md", "*.sagemaker/*.ipynb")
+    for pattern in ("*.md", "docs/*.md", "*s/README.md", "*.sagemaker/*.md", "*.sagemaker/*.ipynb")
     for page in sorted(ROOT.glob(pattern))
 ]
 
@@ -40,3 +40,11 @@ def test_links_lead_to_something(page: Path):
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors_of(target), link
+
+
+def test_readme_is_short_and_leads_to_every_page():
+    """In one click: to docs/, to the examples and to all other pages."""
+    readme = ROOT / "README.md"
+    assert len(readme.read_text().splitlines()) <= 150
+    links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text_of(readme))}
+    assert {str(page.relative_to(ROOT)) for page in PAGES if page != readme} <= links

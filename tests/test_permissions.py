@@ -1,4 +1,4 @@
-"""What the notebooks and `shared` ask of AWS is allowed by what README says the role needs."""
+"""What the notebooks and `shared` ask of AWS, docs/permissions.md says that the role needs."""
 
 import ast
 import json
@@ -17,8 +17,9 @@ from shared import costs
 from test_requests import MOTO, ROOT
 
 POLICY = managed_policy("AmazonSageMakerFullAccess")
-# What README says is needed beyond the policy, each with the command that needs it.
-BEYOND = re.findall(r"^\| `(\w+:\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+# What that page says is needed beyond the policy, each with the command that needs it.
+PAGE = ROOT / "docs" / "permissions.md"
+BEYOND = re.findall(r"^\| `(\w+:\w+)` \|", PAGE.read_text(), re.MULTILINE)
 # The SDK asks whether it may, and goes on without.
 TOLERATED = {"iam:GetRole", "iam:SimulatePrincipalPolicy"}
 ENFORCE = """
@@ -91,7 +92,7 @@ def test_with_the_policy_the_sdk_finds_nothing_missing_in_the_role():
     assert actions and all(allows(Need(action, "*"), POLICY) for action in actions)
 
 
-def test_readme_lists_what_is_needed_beyond_the_policy():
+def test_page_lists_what_is_needed_beyond_the_policy():
     calls = [
         Call("iam", "GetRole", {"RoleName": "role"}),
         Call("iam", "SimulatePrincipalPolicy", {"PolicySourceArn": "arn:aws:iam::1:role/role"}),
@@ -103,7 +104,7 @@ def test_readme_lists_what_is_needed_beyond_the_policy():
 
 
 @pytest.mark.parametrize("may", [False, True])
-def test_prices_are_refreshed_with_what_readme_lists(may: bool, monkeypatch, capsys):
+def test_prices_are_refreshed_with_what_the_page_lists(may: bool, monkeypatch, capsys):
     made = []
 
     def judge(self, operation: str, arguments: dict) -> dict:

@@ -1,4 +1,4 @@
-"""The pictures in images/, the examples' and that of README, are what scripts/pictures.py draws, and can be read."""
+"""The pictures in images/ are what scripts/pictures.py draws, and can be read."""
 
 import re
 import shutil
@@ -77,5 +77,6 @@ def test_readme_says_in_words_what_its_picture_shows():
     """For those who cannot see it; and in the notebooks' figures, when they have been run again."""
     words = re.search(r"!\[(.*?)\]\(docs/images/result\.svg\)", (ROOT / "README.md").read_text())[1]
     for name, ((before, before_usd), (after, after_usd)) in pictures.results().items():
-        said = f"{name}: from {before:,g} to {after:,g} ms, from USD {before_usd:.2f} to {after_usd:.2f}"
+        said = f"{name}: from {before:,g} to {after:,g} ms, "
+        said += f"from USD {before_usd:.2f} to {after_usd:.2f}"
         assert said in words, f"README says otherwise than its picture: {said}"

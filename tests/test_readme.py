@@ -1,5 +1,6 @@
-"""The lines that README files tell people to copy, run as they stand."""
+"""The lines that README files and docs/ tell people to copy, run as they stand."""
 
+import difflib
 import json
 import os
 import re
@@ -11,11 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import boto3
+import numpy as np
 import pytest
 from sagemaker.core.training.configs import InputData
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from jobs import Jobs, texts_in
+from test_training import write_idx
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 ROOT = Path(__file__).parent.parent
@@ -25,20 +28,21 @@ EXAMPLE, TENSORFLOW = ROOT / "pt.grpc.sagemaker", ROOT / "tf.data.service.sagema
 MARK = "# needs AWS"  # in what cannot be run here
 
 
-def blocks_of(folder: Path, language: str, section: str = "") -> list[str]:
-    """What a folder's README, or a section of it, has in a language and can be run here."""
-    text = (folder / "README.md").read_text()
+def blocks_of(folder: Path, language: str, section: str = "", page: str = "README.md") -> list[str]:
+    """What a folder's README or other page, or a section of it, has in a language for us to run."""
+    text = (folder / page).read_text()
     if section:
         text = re.split(r"\n##+ ", text.split(f" {section}\n")[1])[0]
     found = re.findall(rf"```{language}\n(.*?)```", text, re.S)
     return [block for block in found if MARK not in block]
 
 
-LOCAL, MEASURED = blocks_of(ROOT, "python")
+[LOCAL] = blocks_of(ROOT / "docs", "python", page="files.md")
+[MEASURED] = blocks_of(ROOT, "python")
 LAUNCHER, TORCHRUN, V3, V2 = blocks_of(EXAMPLE, "python", "Your own training script")
 SERVE, RESUME = blocks_of(EXAMPLE, "python", "The loader in your own project")
-[DIFF] = blocks_of(EXAMPLE, "diff", "The loader in your own project")
-BEFORE, AFTER = (re.sub(rf"^[{added}].*\n|^.", "", DIFF, flags=re.M) for added in "+-")
+[DIFF] = blocks_of(ROOT, "diff")
+BEFORE, AFTER = ((EXAMPLE / name).read_text() for name in ("before.py", "after.py"))
 *TF_FILES, TF_RANKS, TF_V2 = blocks_of(TENSORFLOW, "python")
 RUN = [
     LOCAL,
@@ -82,38 +86,54 @@ def count_lines(*texts: str) -> int:
     return len([line for line in "".join(texts).splitlines() if line.strip()])
 
 
-MY_PROJECT = {
-    "my_data.py": """
-import torch
-
-class MyDataset(list):
-    def __init__(self): super().__init__(torch.arange(640))
-""",
-    "my_training.py": "def train_step(batch): print('batch', *batch.tolist(), flush=True)",
-}
+def test_readme_shows_how_after_differs_from_before():
+    lines = [text.splitlines(keepends=True) for text in (BEFORE, AFTER)]
+    _, _, _, *shown = difflib.unified_diff(*lines, n=len(BEFORE))
+    assert "".join(shown) == DIFF
+    assert len(re.findall(r"^\+(?!.*import)", DIFF, re.M)) == 4
 
 
 def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
-    """A training script and Dataset of somebody's own: moved over, it has the same batches."""
+    """A training script moved over, before.py to after.py: its losses stay what they were."""
     assert count_lines(LAUNCHER, SERVE) < 16
-    assert len(re.findall(r"^\+(?!.*import)", DIFF, re.M)) == 4
-    for name, text in {**MY_PROJECT, "train.py": BEFORE}.items():
-        (tmp_path / name).write_text(text)
-    before = subprocess.check_output([sys.executable, "train.py"], cwd=tmp_path, text=True)
+    images = np.random.default_rng(0).integers(0, 256, (640, 28, 28))
+    write_idx(tmp_path / "train-images-idx3-ubyte", images)
+    write_idx(tmp_path / "train-labels-idx1-ubyte", images[:, 0, 0] % 10)
+    before = subprocess.check_output(
+        [sys.executable, EXAMPLE / "before.py"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(EXAMPLE / "code"),
+            "SM_CHANNEL_TRAINING": str(tmp_path),
+        },
+        text=True,
+    )
 
+    s3 = boto3.client("s3")
+    s3.create_bucket(Bucket="noise")
+    for path in tmp_path.iterdir():
+        s3.upload_file(str(path), "noise", f"train/{path.name}")
     files = texts_in(EXAMPLE / "code")
     copied = {name: text for name, text in files.items() if name.startswith("feed/")}
-    copied |= {name: files[name] for name in ("hetero.py", "requirements.txt")}
-    copied |= {"launcher.py": LAUNCHER, "serve.py": SERVE, "train.py": AFTER, **MY_PROJECT}
-    groups = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)}
-    command, environment = "exec python launcher.py", {"HETERO_TOKEN": "a secret"}
-    job = jobs.run(copied, command, groups, environment=environment)
+    mine = ("dataset.py", "model.py")
+    copied |= {name: files[name] for name in ("hetero.py", "requirements.txt", *mine)}
+    copied |= {"launcher.py": LAUNCHER, "serve.py": SERVE, "train.py": AFTER}
+    job = jobs.run(
+        copied,
+        "exec python launcher.py",
+        {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)},
+        environment={"HETERO_TOKEN": "a secret"},
+        input_data_config=[InputData(channel_name="training", data_source="s3://noise/train")],
+    )
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     log = jobs.log(job["TrainingJobName"])
     assert not any("a secret" in line for line in log)  # the token
-    batches = [line for line in log if line.startswith("batch")]
-    assert batches == before.splitlines() and len(batches) == 30
-    assert len({*batches}) == 30  # shuffled, otherwise in each epoch
+    told = [line for line in log if line.startswith("epoch=")]
+    losses, expected = (
+        [float(line.partition("loss=")[2]) for line in lines]
+        for lines in (told, before.split("\n")[:-1])
+    )
+    assert losses == pytest.approx(expected, abs=2e-3) and len({*losses}) == 3
 
 
 def test_lines_for_torchrun(jobs: Jobs):
@@ -198,9 +218,22 @@ def request_of_sdk_v2(lines: str) -> dict:
              "AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"},
         check=True,
         timeout=120,
+        stderr=subprocess.PIPE,
+        text=True,
     )  # fmt: skip
     [request] = json.loads(Path("requests.json").read_text())
     return request
+
+
+def test_sdk_v2_with_a_checkpoint_path(project: Path):
+    """It fails with instance groups, unless it is told what docs/troubleshooting.md says."""
+    paths = 'checkpoint_s3_uri="s3://any/c", checkpoint_local_path="/opt/ml/checkpoints",'
+    given = V2.replace("    max_run=", f"    {paths}\n    max_run=")
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        request_of_sdk_v2(given)
+    assert "'>' not supported between instances of 'NoneType' and 'int'" in failed.value.stderr
+    request = request_of_sdk_v2(given.replace(paths, f"{paths} debugger_hook_config=False,"))
+    assert request["CheckpointConfig"]["S3Uri"] == "s3://any/c"
 
 
 def test_lines_for_sdk_v2(jobs: Jobs, project: Path):

@@ -1,5 +1,5 @@
 """What the notebooks ask of AWS can be had, as far as that is known offline: images, instances,
-regions and prices. README's section on them says so, and is read here.
+regions and prices. docs/images.md says so, and is read here.
 """
 
 import json
@@ -17,8 +17,7 @@ from sagemaker.core import image_uris
 from shared import costs, prices
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-SECTION = re.search(r"^### Images, instances and prices\n(.*?)^## ", README, re.M | re.S)[1]
+SECTION = (ROOT / "docs" / "images.md").read_text()
 AS_FOUND_ON = re.search(r"As found on (\S+),", SECTION)[1]
 REGIONS = sorted(set(re.findall(r"\b[a-z]{2}-[a-z]+-\d\b", SECTION.split("**Regions:**")[1])))
 NOTEBOOKS = {
@@ -52,7 +51,7 @@ def instances(request: dict) -> dict[str, int]:
 
 
 def table() -> dict[tuple[str, str], list[str]]:
-    """README's table: the other cells by the first two. "the same" is what the row above has."""
+    """The page's table: the other cells by the first two. "the same" is what the row above has."""
     found, above = {}, []
     for line in re.findall(r"^\| (\w.*) \|$", SECTION, re.M):
         cells = [cell.strip() for cell in line.split("|")]
@@ -62,7 +61,7 @@ def table() -> dict[tuple[str, str], list[str]]:
 
 
 @pytest.mark.parametrize("name, target", TARGETS)
-def test_readme_says_what_a_run_asks_for(name: str, target: str):
+def test_page_says_what_a_run_asks_for(name: str, target: str):
     image, types, usd, run, quotas = table()[name, target]
     asked = requests(name, target)
     (uri,) = {request["AlgorithmSpecification"]["TrainingImage"] for request in asked}
@@ -81,7 +80,7 @@ def test_readme_says_what_a_run_asks_for(name: str, target: str):
 
 
 @pytest.mark.parametrize("name", costs.PUBLISHED)
-def test_readme_has_the_published_pair_as_history(name: str):
+def test_page_has_the_published_pair_as_history(name: str):
     _, types, usd, *_ = table()[name, "published 2022"]
     published = costs.PUBLISHED[name]["heterogeneous"].instances
     assert types == " + ".join(f"{count} x {kind}" for kind, count in published.items())

@@ -1,4 +1,4 @@
-"""Every command and every piece of Python in README files, and in workshop.md, is tested.
+"""Every command and every piece of Python in README files, docs/ and workshop.md is tested.
 
 Commands that need neither an account nor much time run here; the others are marked `# needs AWS`,
 or named below with the reason. Python is run by tests/test_readme.py, tests/test_frameworks.py and
@@ -22,7 +22,11 @@ from shared import advisor
 from test_links import ROOT
 from test_readme import MARK
 
-PAGES = [page for pattern in ("**/README.md", "workshop.md") for page in sorted(ROOT.glob(pattern))]
+PAGES = [
+    page
+    for pattern in ("**/README.md", "docs/*.md", "workshop.md")
+    for page in sorted(ROOT.glob(pattern))
+]
 PAGES = [
     page
     for page in PAGES
@@ -39,13 +43,14 @@ NAMED = {
     "pip download --only-binary=:all: --platform manylinux2014_x86_64 --python-version 3.12 "
     "-d code -r code/requirements.txt": "needs a package index; what it is for has a test",
 }
-# What AWS, pip and Python say, where others' words are in a page's table of troubles.
+# What AWS, pip, Python and SDK v2 say, where others' words are in a page's table of troubles.
 OTHERS_WORDS = [
     "CapacityError",
     "ResourceLimitExceeded",
     "You must specify a region.",
     "No matching distribution found for",
     "No module named 'moto'",
+    "'>' not supported between instances of 'NoneType' and 'int'",
 ]
 
 
@@ -94,7 +99,9 @@ def test_named_commands_are_in_use():
 
 
 def test_flowchart_says_the_same_as_the_advisor():
-    [chart] = [code for language, code in blocks(ROOT / "README.md") if language == "mermaid"]
+    [chart] = [
+        code for language, code in blocks(ROOT / "docs" / "when.md") if language == "mermaid"
+    ]
     numbers = [int(number) for number in re.findall(r"(\d+) %", chart)]
     assert numbers == [advisor.WORTH_PERCENT, advisor.CPU_BOUND_PERCENT]
     edges = re.findall(r"(\w)(?:\[.*?\])? -->\|(yes|no)\| (\w)(?:\[(.*?)\])?", chart)
@@ -121,8 +128,8 @@ def texts_of_the_code() -> str:
 
 
 def test_messages_in_the_table_of_troubles_are_those_of_the_code():
-    section = (ROOT / "README.md").read_text().split("## Troubleshooting")[1].split("\n## ")[0]
-    messages = re.findall(r"^\| `(.+?)`", section, re.M)
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `(.+?)`", page, re.M)
     assert len(messages) > 10
     printed = texts_of_the_code() + "\n".join(OTHERS_WORDS)
     for message in messages:
