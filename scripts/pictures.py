@@ -312,7 +312,7 @@ def result() -> Axes:
         (before, before_usd), (after, after_usd) = jobs
         cheaper = 1 - after_usd / before_usd
         text(axes, 16, y + 9, name, bold=True, align="left")
-        gain = f"{before / after:.1f}x as fast, {cheaper:.0%} cheaper"
+        gain = f"{before / after:.1f}x as fast, {100 * cheaper:.0f} % cheaper"
         text(axes, 344, y + 9, gain, align="right")
         for row, (ms, usd, colour) in enumerate(
             [(before, before_usd, GREY), (after, after_usd, BLUE)]
