@@ -51,7 +51,6 @@ clean: ## remove everything that make has made, the environment included
 	rm -rf .venv .containers build .pytest_cache .ruff_cache
 	find . \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
-# The stamp is written last, so a set-up that failed or was interrupted does not count as done.
+# The set-up writes the stamp itself, when nothing is missing.
 $(environment): requirements.txt constraints.txt scripts/setup.sh
 	@scripts/setup.sh
-	@touch $@

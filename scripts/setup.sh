@@ -2,29 +2,33 @@
 # Set up .venv: requirements.txt, the SageMaker training toolkit, and SDK v2. Nothing is compiled.
 #
 # `make` runs this when .venv is missing, unfinished or older than the requirements. It can be run
-# again at any time and continues where it stopped. Details of each step go to build/setup.log.
+# again at any time and continues where it stopped. Details of each step go to build/setup.log. The
+# stamp .venv/.ready is written last, when nothing is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=.venv/bin/python
+uv=.venv/bin/uv
+torch= # uv's option that chooses its build
 log=build/setup.log
-unfinished=.venv/.unfinished # pip can leave half a package behind: then start again from nothing
+missing=.venv/.missing # a line for each package that could not be had
+unfinished=.venv/.unfinished # an installer can leave half a package behind: then start again from nothing
 
 fail() {
     echo "Set-up stopped: $*" >&2
     exit 1
 }
 
-# step WHAT COMMAND...: run the command into the log and show what happens in one line. Functions
-# given as commands chain with &&, because bash ignores `set -e` in a condition.
+# step WHAT COMMAND...: run the command, with its output in the log; show what is large to download,
+# and how long it took. Functions given as commands chain with &&: bash ignores `set -e` here.
 step() {
     local what=$1 started=$SECONDS
     shift
-    printf '  %s ... ' "$what"
-    if ("$@") >>"$log" 2>&1; then
-        echo "$((SECONDS - started)) s"
+    echo "  $what"
+    if ("$@") 2>&1 | tee -a "$log" | sed -nu 's/^Downloading .*([0-9.]*\([0-9][0-9]\..*M\|G\)iB)/    &/p'; then
+        echo "    $((SECONDS - started)) s"
     else
-        echo "failed; the end of $log:" >&2
+        echo "    failed; the end of $log:" >&2
         tail -n 15 "$log" >&2
         fail "could not install $what."
     fi
@@ -52,15 +56,60 @@ create_venv() {
     fi
 }
 
+# pip_setting NAME: what pip has been told, by variables first. uv does not read it.
+pip_setting() {
+    "$python" -m pip config list | sed -n "s/\\\\n/ /g; s/^[^ ]*\.$1='\(.*\)'$/\1/p" | head -n 1
+}
+
+# uv takes packages from where pip would, and without its cache where that cannot be written.
+tell_uv() {
+    local index more links certificate
+    index=$(pip_setting index-url) && more=$(pip_setting extra-index-url)
+    links=$(pip_setting find-links) && certificate=$(pip_setting cert)
+    export UV_INDEX_STRATEGY=unsafe-best-match UV_PYTHON=$python
+    [ -z "$index" ] || export UV_DEFAULT_INDEX=$index
+    [ -z "$more" ] || export UV_INDEX=$more
+    [ -z "$links" ] || export UV_FIND_LINKS=${links// /,}
+    [ -z "$certificate" ] || export SSL_CERT_FILE=$certificate
+    mkdir -p "${UV_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/uv}" 2>/dev/null || export UV_NO_CACHE=1
+}
+
+# The CPU build of PyTorch, except where a GPU is. Only PyTorch's own index has it.
+choose_torch() {
+    if nvidia-smi >/dev/null 2>&1; then
+        echo "  PyTorch: the build with CUDA, as there is a GPU: about 3 GB to download, 7.5 GB on disk"
+    elif UV_HTTP_RETRIES=0 "$uv" pip install --dry-run --torch-backend=cpu torch >>"$log" 2>&1; then
+        echo "  PyTorch: the CPU build; about 0.7 GB to download, 3.7 GB on disk"
+        torch=--torch-backend=cpu
+    else
+        echo "  PyTorch: its index of CPU builds is out of reach; unless pip's settings name another" \
+            "place, the build with CUDA comes: about 3 GB to download, 7.5 GB on disk"
+    fi
+}
+
+# All packages; or if one cannot be had, those that can: what does not need it runs.
 install_packages() {
-    touch "$unfinished" && "$python" -m pip install -r requirements.txt && rm "$unfinished"
+    touch "$unfinished"
+    rm -f "$missing"
+    "$uv" pip install $torch -r requirements.txt || install_one_by_one || return 1
+    rm "$unfinished"
+}
+
+install_one_by_one() {
+    local requirement output
+    "$uv" pip install sagemaker -c constraints.txt || return 1 # which everything needs
+    sed 's/ *#.*//; /^-c/d; /^$/d' requirements.txt | while read -r requirement; do
+        output=$("$uv" pip install $torch -c constraints.txt "$requirement" 2>&1) ||
+            echo "$requirement: $(tail -n 1 <<<"$output" | sed 's/^ *//')" >>"$missing"
+        echo "$output"
+    done
 }
 
 # The toolkit, with which AWS's containers start jobs, and what it needs that is not installed already.
 # Its C code, which MPI preloads on AWS, is left out: `true` takes the compiler's place, an empty
-# module that of its result; and nothing of that may go into pip's cache.
+# module that of its result; and nothing of that may go into uv's cache.
 install_toolkit() {
-    CC=true "$python" -m pip install --no-cache-dir --no-deps sagemaker-training==5.1.4 \
+    CC=true "$uv" pip install --no-cache --no-deps sagemaker-training==5.1.4 \
         retrying==1.4.2 inotify_simple==2.0.1 &&
         touch "$(echo .venv/lib/python*/site-packages)/gethostname.py" &&
         "$python" -c 'import sagemaker_training.trainer'
@@ -69,7 +118,7 @@ install_toolkit() {
 # The last SDK v2, for the test that the example works with it too; in a folder of its own, because
 # it is the same package as SDK v3, whose dependencies serve.
 install_sdk_v2() {
-    "$python" -m pip install --no-deps --upgrade --target .venv/sdk-v2 \
+    "$uv" pip install --no-deps --upgrade --target .venv/sdk-v2 \
         sagemaker==2.257.7 sagemaker-core==1.0.78
 }
 
@@ -84,8 +133,17 @@ fi
 trap 'echo; fail "interrupted; the same command continues it."' INT TERM
 mkdir -p build
 : >"$log"
-echo "Setting up .venv (once; about 4 minutes on two cores):"
+echo "Setting up .venv (once; one to four minutes, most of it downloading):"
 [ -z "${base:-}" ] || step "Python ($base)" create_venv
+step "uv, which installs the rest" "$python" -m pip install -q uv==0.13.9
+tell_uv
+choose_torch
 step "packages of requirements.txt" install_packages
 step "SageMaker training toolkit" install_toolkit
 step "SageMaker SDK v2" install_sdk_v2
+if [ -e "$missing" ]; then
+    echo "These packages could not be had (more in $log); what does not need them runs:" >&2
+    cat "$missing" >&2
+else
+    touch .venv/.ready
+fi

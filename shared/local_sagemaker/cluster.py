@@ -153,8 +153,10 @@ def describe_plan(job_name: str, hosts: list[Host]) -> str:
     return "\n".join(lines)
 
 
-def write_configuration(host: Host, hosts: list[Host], request: dict) -> None:
+def write_configuration(host: Host, hosts: list[Host], request: dict, python: Path) -> None:
     """Write the host's /opt/ml/input/config and folders exactly as SageMaker does.
+
+    python: the folder of the interpreter that the image has.
 
     AWS promises no order of hosts and groups, so here it is random, and another on each host.
     Source:
@@ -163,6 +165,8 @@ def write_configuration(host: Host, hosts: list[Host], request: dict) -> None:
     for folder in ("input/config", "input/data", "model", "output/data", "checkpoints"):
         (host.opt_ml / folder).mkdir(parents=True)
     (host.tree / "tmp").mkdir()
+    # The SDK's start-up script does not quote the interpreter's path, which may have spaces.
+    (host.tree / "python").symlink_to(python.parent)
     resource_config = {
         "current_host": host.name,
         "current_instance_type": host.instance_type,
@@ -211,14 +215,11 @@ def rewrite(text: str, host: Host) -> str:
 
 
 def host_environment(
-    host: Host, hosts: list[Host], request: dict, number: int, arn: str, region: str, python: Path
+    host: Host, hosts: list[Host], request: dict, number: int, arn: str, region: str
 ) -> dict:
-    """The environment of the host's PID 1: the job's own variables, and never the user's.
-
-    python: the folder of the interpreter that the image has.
-    """
+    """The environment of the host's PID 1: the job's own variables, and never the user's."""
     return {
-        "PATH": f"{python}:/usr/local/bin:/usr/bin:/bin",
+        "PATH": f"{host.tree}/python/bin:/usr/local/bin:/usr/bin:/bin",
         "LANG": "C.UTF-8",
         "HOME": str(host.tree),
         "TMPDIR": str(host.tree / "tmp"),

@@ -184,7 +184,7 @@ class Job(threading.Thread):
         """Return the status and the secondary status that the job ends with."""
         self.enter("Downloading")
         for host in self.hosts:
-            cluster.write_configuration(host, self.hosts, self.request)
+            cluster.write_configuration(host, self.hosts, self.request, self.python)
         try:
             bucket = urlparse(self.request["OutputDataConfig"]["S3OutputPath"]).netloc
             self.s3.head_bucket(Bucket=bucket)
@@ -233,7 +233,6 @@ class Job(threading.Thread):
                         self.number,
                         self.record.arn,
                         self.region,
-                        self.python,
                     ),
                 }
                 for host in self.hosts
