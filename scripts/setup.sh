@@ -78,7 +78,8 @@ tell_uv() {
 choose_torch() {
     if nvidia-smi >/dev/null 2>&1; then
         echo "  PyTorch: the build with CUDA, as there is a GPU: about 3 GB to download, 7.5 GB on disk"
-    elif UV_HTTP_RETRIES=0 "$uv" pip install --dry-run --torch-backend=cpu torch >>"$log" 2>&1; then
+    elif UV_HTTP_RETRIES=0 "$uv" pip install --dry-run --reinstall --no-deps \
+        --torch-backend=cpu torch >>"$log" 2>&1; then
         echo "  PyTorch: the CPU build; about 0.7 GB to download, 3.7 GB on disk"
         torch=--torch-backend=cpu
     else
