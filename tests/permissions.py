@@ -16,6 +16,8 @@ from botocore.handlers import BUILTIN_HANDLERS
 from moto.iam.aws_managed_policies import aws_managed_policies_data
 
 ACCOUNT = "123456789012"  # moto's
+# The SDK asks whether it may, and goes on without.
+TOLERATED = {"iam:GetRole", "iam:SimulatePrincipalPolicy"}
 # IAM's names for the services whose calls are made, by botocore's names.
 PREFIXES = {
     "cloudwatch": "cloudwatch",

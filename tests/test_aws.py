@@ -101,7 +101,8 @@ class Repository:
             shutil.copy(stored, folder / "tests" / "requests" / f"{path.stem}.aws-small.json")
             self.notebook(path)
         (folder / "sitecustomize.py").write_text(NOTHING_GOES_OUT)
-        aws_less = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
+        others = ("AWS_", "IPYTHONDIR")  # whose start-up file is for this repository's notebooks
+        aws_less = {k: v for k, v in os.environ.items() if not k.startswith(others)}
         self.environment = aws_less | {
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",

@@ -19,9 +19,9 @@ import pytest
 from moto import mock_aws
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.sagemaker.models import sagemaker_backends
-from nbclient import NotebookClient
 
 from jobs import request
+from notebooks import run_cells
 from shared import monitoring
 
 ROOT = Path(__file__).parent.parent
@@ -65,22 +65,17 @@ SageMakerResponse.create_training_job = recorded
 def requests_of(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     """Run the notebook up to what needs the jobs' results; return its CreateTrainingJobs."""
     monkeypatch.setenv("SAGEMAKER_TARGET", target)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
-    content = nbformat.read(notebook, as_version=4)
-    content.cells = [
-        nbformat.v4.new_code_cell(MOTO),
-        *[c for c in content.cells if "results" not in c.metadata.get("tags", [])],
-        nbformat.v4.new_code_cell("print(json.dumps(requests))"),
+    cells = [
+        cell.source
+        for cell in nbformat.read(notebook, as_version=4).cells
+        if cell.cell_type == "code" and "results" not in cell.metadata.get("tags", [])
     ]
-    for cell in content.cells:
-        for old, new in LESS_DATA.items():
-            cell.source = cell.source.replace(old, new)
-    resources = {"metadata": {"path": str(notebook.parent)}}
-    NotebookClient(content, timeout=120, resources=resources).execute()
-    text = content.cells[-1].outputs[0].text
-    text = re.sub(r"-\d{14}\b", "-<time>", text)
+    for old, new in LESS_DATA.items():
+        cells = [cell.replace(old, new) for cell in cells]
+    result = run_cells(notebook.parent, [MOTO, *cells, "result = json.dumps(requests)"])
+    text = re.sub(r"-\d{14}\b", "-<time>", result)
     text = re.sub(r'"HETERO_TOKEN": "[0-9a-f]{32}"', '"HETERO_TOKEN": "<token>"', text)
     return json.loads(text)
 

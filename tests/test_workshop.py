@@ -4,7 +4,9 @@ One kernel runs the notebook up to its comparison, on smaller data; the jobs are
 else is asked of that kernel, without further jobs.
 """
 
+import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+import permissions
 from shared import workshop
 
 pytestmark = pytest.mark.timeout(900)  # six jobs, in the first test that asks for the lab
@@ -171,3 +174,30 @@ def test_nothing_is_killed_in_a_job_that_has_ended(lab: Lab):
         "except ValueError as error:\n    print(error)"
     )
     assert "is Completed already: there is nothing left to kill." in said
+
+
+COMMANDS = """
+from shared import advisor, costs, monitoring
+costs.main([homogeneous_job, heterogeneous_job])
+monitoring.main([homogeneous_job])
+monitoring.main([heterogeneous_job, "--logs"])
+advisor.main(["--job", homogeneous_job, "--synthetic-job", synthetic_job])
+"""
+
+
+def clean_up() -> str:
+    """The lines that the notebook's text gives for deleting what it has left on AWS."""
+    text = "\n".join(cell.source for cell in CELLS if cell.cell_type != "code")
+    blocks = re.findall(r"^ *```python\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+    [lines] = [textwrap.dedent(block) for block in blocks if "delete()" in block]
+    return lines
+
+
+def test_all_that_was_asked_of_aws_is_in_the_policy_also_by_the_commands_and_the_clean_up(lab: Lab):
+    """The kernel refuses the rest (conftest.py), which only the SDK's own questions survive."""
+    lab.run(COMMANDS)
+    lab.run(clean_up())
+    allowed, absent = ast.literal_eval(lab.run("print([sorted(allowed), sorted(absent)])"))
+    assert set(absent) == permissions.TOLERATED
+    needed = {"CreateTrainingJob", "GetLogEvents", "HeadBucket", "DeleteObjects"}
+    assert needed | {"GetMetricStatistics"} <= {*allowed}
