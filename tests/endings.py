@@ -1,8 +1,8 @@
 """Every way that a job of the PyTorch example can end, as the example's README lists them.
 
-Each `Ending` runs the example on two data hosts and two dnn hosts, of two ranks each unless it is
-about data hosts only, brings one event about with real signals and API calls, and says what must
-come of it.
+Each `Ending` runs the example on two data hosts and two dnn hosts, of a rank each or, where the one
+beside it matters, of two; brings one event about with real signals and API calls; and says what
+must come of it.
 
     python tests/endings.py 5       runs each ending five times and prints a table of the worst
 """
@@ -30,7 +30,7 @@ from jobs import Jobs, texts_in
 CODE = Path(__file__).parent.parent / "pt.grpc.sagemaker" / "code"
 GROUPS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
 BUCKET, IMAGES = "endings", 640
-HYPERPARAMETERS = {"model": "small", "batch-size": 16, "processes-per-host": 2, "log-every": 1,
+HYPERPARAMETERS = {"model": "small", "batch-size": 16, "processes-per-host": 1, "log-every": 1,
                    "augment": 1, "workers": 1, "epochs": 1000, "checkpoint-every": 5}  # fmt: skip
 HOST = r"algo-\d \({}_group\)"
 # Steps without a pause would take the cores from whatever is to happen meanwhile.
@@ -102,7 +102,7 @@ class Running:
         return phases["Training"]["StartTime"].timestamp()
 
     def rank(self, number: int) -> psutil.Process:
-        """A rank's process; 0 and 1 are on the first dnn host, 2 and 3 on the second."""
+        """A rank's process; with two a host, 2 and 3 are on the second dnn host."""
         return self.process("train_dnn.py", RANK=str(number))
 
     def launcher(self, group: str, number: int) -> psutil.Process:
@@ -206,7 +206,7 @@ ENOUGH = (
     "                last_step = at.step\n"
     "            stopping = parallel.any_rank(",
 )
-ONE_EACH = {"hyperparameters": {"processes-per-host": 1}}
+TWO_EACH = {"hyperparameters": {"processes-per-host": 2}}
 TIMEOUT_SOONER = ("timedelta(minutes=15)", "timedelta(seconds=30)")
 JOIN_SOONER = ("JOIN_SECONDS = 600", "JOIN_SECONDS = 20")
 RUNTIME = 60  # seconds; a slow machine needs half of it until training is under way
@@ -215,22 +215,23 @@ AWS_KILLS = 120  # seconds after SIGTERM
 ENDINGS = {
     "training succeeds": Ending(
         "Completed", "", 15, lambda job: job.jobs.wait_for_log(job.name, "training finished"),
-        settings=steps(12), logged="all hosts have signed off",
+        settings={"hyperparameters": {"processes-per-host": 2, "max-steps": 12}},
+        logged="all hosts have signed off",
     ),
     "training script raises": Ending(
         "Failed", rf"On {DNN}, rank 3 of train_dnn.py exited with status 1: "
         r"ValueError: no number\.", 15,
         lambda job: job.jobs.wait_for_log(job.name, "ValueError"),
-        settings={"changes": {"train_dnn.py": RAISE}},
+        settings={"changes": {"train_dnn.py": RAISE}, **TWO_EACH},
     ),
     "a rank is killed": Ending(
         "Failed", rf"On {DNN}, rank 3 of train_dnn.py was killed by signal 9\.", 15,
-        lambda job: job.rank(3).kill(),
+        lambda job: job.rank(3).kill(), settings=TWO_EACH,
     ),
     "a rank hangs": Ending(
         "Failed", rf"On {DNN}, rank \d of train_dnn.py exited with status 1: RuntimeError: .*"
-        rf" Still running: rank 3 on {DNN}\.", 60,
-        lambda job: job.rank(3).suspend(), slow=True,
+        rf" Still running: rank 1 on {DNN}\.", 60,
+        lambda job: job.rank(1).suspend(), slow=True,
         settings={"changes": {"parallel.py": TIMEOUT_SOONER}},
     ),
     "a data server crashes once": Ending(
@@ -238,7 +239,7 @@ ENDINGS = {
             job.kill_data_servers([0], times=1),
             job.finish_training(after="serving 640 samples", times=3),  # two hosts, one twice
         ),
-        settings={"max_runtime_seconds": 600, "changes": {"train_dnn.py": ENOUGH}, **ONE_EACH},
+        settings={"max_runtime_seconds": 600, "changes": {"train_dnn.py": ENOUGH}},
         logged="train_data.py was killed by signal 9; restart in 1 s",
     ),
     "a data server crashes again and again": Ending(
@@ -246,17 +247,17 @@ ENDINGS = {
             job.kill_data_servers([0], times=4),
             job.finish_training(after="4 times. It is left alone."),
         ),
-        settings={"max_runtime_seconds": 600, "changes": {"train_dnn.py": ENOUGH}, **ONE_EACH},
+        settings={"max_runtime_seconds": 600, "changes": {"train_dnn.py": ENOUGH}},
     ),
     "all data servers crash again and again": Ending(
         "Failed",
         rf"On {DATA}, train_data.py was killed by signal 9, 4 times\. "
         r"No host of data_group is left\.",
-        15, lambda job: job.kill_data_servers([0, 1], times=4), settings=ONE_EACH,
+        15, lambda job: job.kill_data_servers([0, 1], times=4),
     ),
     "launcher killed on a data host": Ending(
         "Failed", rf"The launcher on {DATA} is gone: connection closed\.", 15,
-        lambda job: job.launcher("data_group", 1).kill(), settings=ONE_EACH,
+        lambda job: job.launcher("data_group", 1).kill(),
     ),
     "launcher killed on a dnn host": Ending(
         "Failed", rf"The launcher on {DNN} is gone: connection closed\.", 15,
@@ -272,7 +273,7 @@ ENDINGS = {
     ),
     "a data host falls silent": Ending(
         "Failed", rf"The launcher on {DATA} is gone: silent for 20 s\.",
-        30 + AWS_KILLS, lambda job: job.freeze("data_group", 0), slow=True, settings=ONE_EACH,
+        30 + AWS_KILLS, lambda job: job.freeze("data_group", 0), slow=True,
     ),
     "StopTrainingJob": Ending(
         "Stopped", "", 15, Running.stop, logged="stopped by SIGTERM after step",
@@ -289,7 +290,7 @@ ENDINGS = {
     "a host never comes": Ending(
         "Failed", rf"{DATA} did not come up within 20 s\.", 50 + AWS_KILLS,
         lambda job: None, when=lambda job: None, slow=True,
-        settings={"late": 3600, "changes": {"hetero.py": JOIN_SOONER}, **ONE_EACH},
+        settings={"late": 3600, "changes": {"hetero.py": JOIN_SOONER}},
     ),
 }  # fmt: skip
 

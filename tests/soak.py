@@ -49,7 +49,10 @@ def begin(jobs: Jobs, seed: int) -> Attempt:
     """Start a job and let something happen."""
     chance = random.Random(seed)
     job = endings.start(
-        jobs, TIMEOUT_SOONER, hyperparameters={"max-steps": 24}, max_runtime_seconds=900
+        jobs,
+        TIMEOUT_SOONER,
+        hyperparameters={"max-steps": 24, "processes-per-host": 2},
+        max_runtime_seconds=900,
     )
     environment = job.environment()
     seconds = chance.uniform(0, 20)

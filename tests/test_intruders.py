@@ -30,7 +30,7 @@ ATTACKS = [
 def job(jobs: Jobs) -> Running:
     """A job that trains until it is stopped; it must still do so after each test."""
     endings.upload_images()
-    running = endings.start(jobs, max_runtime_seconds=600, **endings.ONE_EACH)
+    running = endings.start(jobs, max_runtime_seconds=600)
     endings.after_steps(running)
     return running
 

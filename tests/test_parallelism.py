@@ -130,7 +130,7 @@ def test_job_with_fsdp(jobs: Jobs):
     endings.upload_images()
     job = endings.start(
         jobs,
-        hyperparameters={"parallelism": "fsdp", "max-steps": 6},
+        hyperparameters={"parallelism": "fsdp", "max-steps": 6, "processes-per-host": 2},
         groups={"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)},
     )
     answer = jobs.wait(job.name)

@@ -35,7 +35,7 @@ def test_interrupted_job_ends_as_the_uninterrupted_one(jobs: Jobs):
     endings.upload_images()
     boto3.client("s3").create_bucket(Bucket="spot")
     settings = {
-        "hyperparameters": {"max-steps": STEPS, "processes-per-host": 1},
+        "hyperparameters": {"max-steps": STEPS},
         "changes": {"train_dnn.py": TELL_BATCHES},
         "checkpoint_config": CheckpointConfig(s3_uri="s3://spot/checkpoints"),
     }
