@@ -1,16 +1,22 @@
 """For all tests: they never leave this machine, and may run training jobs on it."""
 
+import contextlib
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc_tools._protoc_compiler  # noqa: F401  before TensorFlow, or feed/ crashes (docs/troubleshooting.md)
+import grpc_tools._protoc_compiler  # noqa: F401
 import pytest
 
-# Every notebook's kernel begins with this: a call that the policy which README names does not allow
-# is refused, as on AWS.
+# As grpc_tools above, before TensorFlow, or it crashes in the tests that have both
+# (docs/troubleshooting.md).
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
+
+# Every notebook's kernel begins with this: a call that the policy of docs/permissions.md does not
+# allow is refused, as on AWS.
 STARTUP = Path(__file__).parent / "build" / "ipython" / "profile_default" / "startup"
 STARTUP.mkdir(parents=True, exist_ok=True)
 (STARTUP / "policy.py").write_text(

@@ -108,12 +108,12 @@ install_one_by_one() {
 
 # The toolkit, with which AWS's containers start jobs, and what it needs that is not installed already.
 # Its C code, which MPI preloads on AWS, is left out: `true` takes the compiler's place, an empty
-# module that of its result; and nothing of that may go into uv's cache.
+# module that of its result; and nothing of that may go into uv's cache. Importing it makes folders.
 install_toolkit() {
     CC=true "$uv" pip install --no-cache --no-deps sagemaker-training==5.1.4 \
         retrying==1.4.2 inotify_simple==2.0.1 &&
         touch "$(echo .venv/lib/python*/site-packages)/gethostname.py" &&
-        "$python" -c 'import sagemaker_training.trainer'
+        SAGEMAKER_BASE_DIR=$(mktemp -d) "$python" -c 'import sagemaker_training.trainer'
 }
 
 # The last SDK v2, for the test that the example works with it too; in a folder of its own, because

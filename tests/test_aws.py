@@ -264,7 +264,7 @@ def test_a_job_that_fails_ends_the_run(repository: Repository):
     repository.notebook(
         PYTORCH,
         job("aws-other", "sleep 100"),
-        job("aws-bad", f"echo 'no {PRIVATE}' > /opt/ml/output/failure; exit 3"),
+        job("aws-bad", f"echo ready; echo 'no {PRIVATE}' > /opt/ml/output/failure; exit 3"),
         wait("aws-bad"),
     )
     repository.notebook(TENSORFLOW, "open('was-here', 'w');")
