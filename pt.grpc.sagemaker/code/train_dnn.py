@@ -367,10 +367,23 @@ class StepLog:
 
 
 def save(state: dict, path: Path) -> None:
-    """Write `state` to `path` in one go: a reader finds the old file or the new one, whole."""
+    """Write `state` to `path` in one go: a reader finds the old file or the new one, whole.
+
+    Raises:
+        OSError: it cannot be written, such as to a full disk.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    torch.save(state, partial)
+    try:
+        with open(partial, "wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:  # with which torch hides why it cannot write
+        if not isinstance(error.__context__, OSError):
+            raise
+        why, size = error.__context__, partial.stat().st_size
+        partial.unlink()  # SageMaker would copy it to S3
+        text = f"{why.strerror} for more than {size:,} bytes"
+        raise OSError(why.errno, text, str(path)) from None
     partial.replace(path)
 
 

@@ -1,5 +1,6 @@
 """The life of one training job, as DescribeTrainingJob and CloudWatch tell it."""
 
+import errno
 import io
 import json
 import math
@@ -296,6 +297,8 @@ class Job(threading.Thread):
             if time.monotonic() > next_sync:
                 self._sync_checkpoints()
                 next_sync = time.monotonic() + SYNC_CHECKPOINTS_SECONDS
+        if self.supervisor.wait() == errno.ENOSPC:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         raise RuntimeError("the process that runs the hosts was killed")
 
     def _event_batches(self) -> Iterator[list[dict]]:

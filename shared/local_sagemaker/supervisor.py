@@ -245,6 +245,8 @@ def main() -> None:
             ended = run(plan, folder, kernel)
             while ended and kernel.next_line() != b"quit":
                 continue  # the kernel is collecting the job's files
+    except OSError as error:  # a full disk: the kernel reads why from the exit status
+        sys.exit(error.errno)
     finally:
         for host in plan["hosts"]:
             kill_container(host["base_dir"])

@@ -1,0 +1,55 @@
+"""A full disk is named, with the file that it had no space for, and leaves no half of that file."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs import ROOT, Jobs
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a disk of so many bytes, such as "64k"."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(size: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(folder)]
+        subprocess.run(command, check=True)
+        return folder
+
+    yield mount
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_checkpoint(disk: Callable[[str], Path], tmp_path: Path):
+    folder = disk("64k")
+    options = "--data-mode synthetic --model small --batch-size 4 --max-steps 3"
+    folders = ["--checkpoint-dir", str(folder), "--model-dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "train_dnn.py", *options.split(), *folders],
+        cwd=ROOT / "pt.grpc.sagemaker" / "code",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("OSError: [Errno 28] No space left on device for more than "), said
+    assert said.endswith(f" bytes: '{folder}/checkpoint.pt'")
+    assert not list(folder.iterdir())
+
+
+def test_the_local_sagemaker(disk: Callable[[str], Path], jobs: Jobs, monkeypatch):
+    folder = disk("8m")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    job = jobs.run({"train.py": "while True: print('x' * 5000)"}, "exec python train.py")
+    assert job["TrainingJobStatus"] == "Failed"
+    reason = "InternalServerError: local SageMaker: [Errno 28] No space left on device: "
+    assert job["FailureReason"].startswith(f"{reason}'{folder}/"), job["FailureReason"]
