@@ -20,6 +20,7 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,10 @@ class Advice:
             )
         return with_data_hosts(self.measured, self.types, data_type, count, self.data_hosts_only)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        return _html(self)
+
 
 def advise(
     measured: Measured,
@@ -127,7 +132,7 @@ def advise(
 def _judge(measured: Measured, table: pd.DataFrame) -> tuple[str, str, list[str]]:
     """Go through the flowchart; return the verdict, what is recommended, and the reasons."""
     floor, reasons = measured.floor_ms, [f"{measured.source}."] if measured.source else []
-    waiting = 100 * (1 - floor / measured.step_ms)
+    costs = 100 * (1 - floor / measured.step_ms)
     if isnan(floor):
         reasons.append(
             "How long the accelerators need for a step is not known, so the step times below are "
@@ -135,10 +140,10 @@ def _judge(measured: Measured, table: pd.DataFrame) -> tuple[str, str, list[str]
         )
     else:
         reasons.append(
-            f"The accelerators need {floor:,.1f} of the {measured.step_ms:,.1f} ms of a step, and "
-            f"wait for {waiting:.0f} % of it."
+            f"Without data a step takes {floor:,.1f} ms instead of {measured.step_ms:,.1f}: data "
+            f"costs {costs:.0f} % of it."
         )
-    if waiting < WORTH_PERCENT:
+    if costs < WORTH_PERCENT:
         return STAY, "", [*reasons, "Not CPU-bound: there is little to gain."]
     if measured.cpu_percent < CPU_BOUND_PERCENT:
         reasons.append(
@@ -236,8 +241,44 @@ def _inputs(measured: Measured, trainer: pd.Series) -> dict[str, str]:
     return inputs
 
 
+FORMULA = "step time = max(CPU work / (cores x speed), accelerator floor, network)"
+
+
 def describe(advice: Advice) -> str:
     """Write the advice as text: verdict, reasons, inputs, and the candidates worth a look."""
+    lines = [_headline(advice)]
+    for reason in advice.reasons:
+        lines += textwrap.wrap(reason, 110, initial_indent="  - ", subsequent_indent="    ")
+    lines += ["", FORMULA]
+    for name, text in advice.inputs.items():
+        lines += textwrap.wrap(f"{name:18} {text}", 110, subsequent_indent=19 * " ")
+    for table in _tables(advice):
+        lines += ["", *_columns(table)]
+    return "\n".join([*lines, "", *_notes(advice)])
+
+
+def _html(advice: Advice) -> str:
+    """Write the same for a notebook, whose tables are as wide as its window."""
+    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in advice.reasons)
+    inputs = pd.DataFrame({"": list(advice.inputs), FORMULA: list(advice.inputs.values())})
+    tables = [inputs, *map(_printed, _tables(advice))]
+    style = '<div class="advice"><style>.advice :is(th, td) {text-align: left !important}</style>'
+    return "\n".join(
+        [
+            f"{style}<p><b>{escape(_headline(advice))}</b></p><ul>{reasons}</ul>",
+            *(table.to_html(index=False, border=0) for table in tables),
+            *(f"{escape(note)}<br>" for note in _notes(advice)),
+            "</div>",
+        ]
+    )
+
+
+def _headline(advice: Advice) -> str:
+    return f"Verdict: {advice.verdict}" + f": {advice.recommended}" * bool(advice.recommended)
+
+
+def _tables(advice: Advice) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The instance types that are named, and the clusters worth a look."""
     table = worth_a_look(advice)
     named = {name for cell in table["instances"] for name in cell.split() if "." in name}
     types = advice.types.loc[sorted(named)]
@@ -247,26 +288,17 @@ def describe(advice: Advice) -> str:
     clusters = table.drop(columns=["kind", "data hosts"]).assign(
         instances=[name.replace(f"{measured} +", "  with") for name in table["instances"]]
     )
-    lines = [f"Verdict: {advice.verdict}" + (f": {advice.recommended}" * bool(advice.recommended))]
-    for reason in advice.reasons:
-        lines += textwrap.wrap(reason, 110, initial_indent="  - ", subsequent_indent="    ")
-    lines += ["", "step time = max(CPU work / (cores x speed), accelerator floor, network)"]
-    for name, text in advice.inputs.items():
-        lines += textwrap.wrap(f"{name:18} {text}", 110, subsequent_indent=19 * " ")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            *_columns(shown),
-            "",
-            *_columns(clusters),
-            "",
-            "speed: ratio of sustained clocks; what newer cores do more per cycle is left out.",
-            "at least: the training hosts prepare data too; at most: the data hosts alone do.",
-            f'frontier: none that is as fast is cheaper ("near": by {NEAR_PERCENT} % at most). '
-            f"{len(advice.candidates) - len(table)} of {len(advice.candidates)} are not shown.",
-        ]
-    )
+    return shown, clusters
+
+
+def _notes(advice: Advice) -> list[str]:
+    hidden = len(advice.candidates) - len(worth_a_look(advice))
+    return [
+        "speed: ratio of sustained clocks; what newer cores do more per cycle is left out.",
+        "at least: the training hosts prepare data too; at most: the data hosts alone do.",
+        f'frontier: none that is as fast is cheaper ("near": by {NEAR_PERCENT} % at most). '
+        f"{hidden} of {len(advice.candidates)} are not shown.",
+    ]
 
 
 def shortlist(advice: Advice) -> str:
@@ -300,27 +332,41 @@ def worth_a_look(advice: Advice) -> pd.DataFrame:
     return pd.concat([kept.iloc[:1], others])
 
 
-def _columns(table: pd.DataFrame) -> list[str]:
-    """Lay out a table as text: headers in two lines, text to the left, numbers to the right."""
+def _printed(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with its numbers as they are printed."""
     styles = {"(ms)": "{:,.1f}", "(%)": "{:.1f}", "USD": "{:,.4f}", "speed": "{:.3f}"}
-    columns, lines = [], max(len(textwrap.wrap(name, 12)) for name in table)
+    printed = table.astype(object)
     for name in table:
         style = next((s for key, s in styles.items() if key in name), "{}")
-        text = table[name].map(lambda v: isinstance(v, str)).all()
-        cells = [v if text else style.format(v).replace("nan", "-") for v in table[name]]
+        if not _is_text(table[name]):
+            printed[name] = [style.format(v).replace("nan", "-") for v in table[name]]
+    return printed
+
+
+def _is_text(column: pd.Series) -> bool:
+    return column.map(lambda value: isinstance(value, str)).all()
+
+
+def _columns(table: pd.DataFrame) -> list[str]:
+    """Lay out a table as text: headers in two lines, text to the left, numbers to the right."""
+    columns, lines = [], max(len(textwrap.wrap(name, 12)) for name in table)
+    for name, cells in _printed(table).items():
         header = textwrap.wrap(name, 12)
         cells = [*[""] * (lines - len(header)), *header, *cells]
-        width = max(map(len, cells))
+        width, text = max(map(len, cells)), _is_text(table[name])
         columns.append([c.ljust(width) if text else c.rjust(width) for c in cells])
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
-def plot(advice: Advice, title: str = "", note: str = "") -> "Figure":
+def plot(
+    advice: Advice, title: str = "", note: str = "", runs: dict[str, Any] | None = None
+) -> "Figure":
     """Draw cost against step time: the candidates, the frontier, and the accelerator floor.
 
     Args:
         advice: From `advise`.
         title: Above the figure.
+        runs: The cluster that is tried next, from `Advice.predict`: it gets a ring and a label.
         note: Added to the small print, for instance "Measured on this machine.".
     """
     import matplotlib.pyplot as plt
@@ -339,9 +385,12 @@ def plot(advice: Advice, title: str = "", note: str = "") -> "Figure":
     for kind, points in table.groupby("kind", sort=False):
         marker, size, colour = looks.get(kind, ("o", 25, COLOURS[0]))
         axes.scatter(points[x], points[y], s=size, c=colour, marker=marker, label=kind, zorder=3)
+    if runs:
+        looks = {"s": 180, "facecolors": "none", "edgecolors": "0.2", "lw": 1.5, "zorder": 4}
+        axes.scatter(runs[x], runs[y], label="runs below", **looks)
     axes.set_xlim(0, 1.06 * table[x].max())
     axes.set_ylim(0, 1.12 * table[y].max())
-    _label(axes, advice)
+    _label(axes, advice, runs)
     axes.set_xlabel("step time (ms), predicted but for the measured one", fontsize=12)
     axes.set_ylabel("cost per 1,000 steps (USD)", fontsize=12)
     axes.tick_params(labelsize=11)
@@ -356,11 +405,14 @@ def plot(advice: Advice, title: str = "", note: str = "") -> "Figure":
     return fig
 
 
-def _label(axes: "Axes", advice: Advice) -> None:
+def _label(axes: "Axes", advice: Advice, runs: dict[str, Any] | None) -> None:
     """Name the points that matter in a column beside the axes, with lines to them."""
-    table = worth_a_look(advice).sort_values("USD per 1,000 steps", ascending=False)
-    recommended = table["instances"] == advice.recommended
-    named = table[(table["kind"] != "heterogeneous") | (table["frontier"] == "yes") | recommended]
+    table, next_one = worth_a_look(advice), runs["instances"] if runs else ""
+    if runs and next_one not in set(table["instances"]):
+        table = pd.concat([table, pd.DataFrame([runs])])
+    table = table.sort_values("USD per 1,000 steps", ascending=False)
+    asked_for = table["instances"].isin([advice.recommended, next_one])
+    named = table[(table["kind"] != "heterogeneous") | (table["frontier"] == "yes") | asked_for]
     if len(named) > MOST_LABELS:
         named = pd.concat([named.iloc[: MOST_LABELS // 2], named.iloc[-(MOST_LABELS // 2) :]])
     measured = advice.candidates["instances"][0]
@@ -372,6 +424,7 @@ def _label(axes: "Axes", advice: Advice) -> None:
         saving = "" if row["kind"] == "measured" else f", {_saving(row)}"
         axes.annotate(
             row["instances"].replace(f"{measured} +", "with")
+            + " (runs below)" * (row["instances"] == next_one)
             + f"\n{point[0]:,.0f} ms, USD {point[1]:,.3f}{saving}",
             point,
             xytext=(1.03, height),

@@ -178,7 +178,11 @@ def _length(times: pd.Series) -> timedelta:
 
 
 def wait_percent(steps: pd.DataFrame) -> float:
-    """Compute which part of the step time is waiting for data (medians); nan if not known."""
+    """Compute which part of the step time is waiting for data (medians); nan if not known.
+
+    That is what the training loop waits for a batch. What data costs in all, the advisor's figure,
+    is another: where workers share the cores with the training, they slow down its steps as well.
+    """
     if "data_wait_ms" not in steps:
         return nan
     return 100 * steps["data_wait_ms"].median() / steps["step_time_ms"].median()

@@ -23,17 +23,18 @@ A job that runs, or that ended longer ago, is not waited for.
 """
 
 import re
-import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from html import escape
 from itertools import zip_longest
 from statistics import median
 from typing import Any
 
 import boto3
 import pandas as pd
+from IPython.display import display
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 # What AWS's own SDK pauses after a job's end before it reads the log for the last time
@@ -226,7 +227,7 @@ def show_logs(
         title = f"== {group_name} / {host_name} ({of_all}{len(lines)} lines)"
         blocks.append([title] + [f"{line.time:%H:%M:%S} {line.text}" for line in shown])
     if side_by_side:
-        _print_columns(blocks)
+        _show_columns(blocks)
     else:
         for block in blocks:
             for text in block:
@@ -240,12 +241,16 @@ def _without_setup(lines: list[LogLine]) -> list[LogLine]:
     return [line for line in lines[start:] if not _SETUP_NOISE.match(line.text)]
 
 
-def _print_columns(blocks: list[list[str]], total_width: int = 160) -> None:
-    """Print blocks of text next to each other, wrapped to equal columns."""
-    width = total_width // len(blocks) - 2
-    columns = [[part for text in block for part in textwrap.wrap(text, width)] for block in blocks]
-    for row in zip_longest(*columns, fillvalue=""):
-        print("  ".join(cell.ljust(width) for cell in row).rstrip())
+def _show_columns(blocks: list[list[str]]) -> None:
+    """Show blocks of text next to each other: in a notebook in columns that share its width."""
+    widths = [max(map(len, block)) for block in blocks]
+    rows = zip_longest(*blocks, fillvalue="")
+    text = "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    style = "flex: 1; min-width: 0; white-space: pre-wrap; overflow-wrap: anywhere"
+    columns = (escape("\n".join(block)) for block in blocks)
+    html = "".join(f'<pre style="{style}">{column}</pre>' for column in columns)
+    html = f'<div style="display: flex; gap: 2em">{html}</div>'
+    display({"text/plain": text, "text/html": html}, raw=True)
 
 
 def steps(job_name: str, session: boto3.Session | None = None) -> pd.DataFrame:

@@ -32,7 +32,7 @@ from statistics import median
 from typing import Any
 
 MIN_CYCLES = 3
-WORTH_PERCENT = 10  # accelerators that wait for less of each step leave little to gain
+WORTH_PERCENT = 10  # where data costs less of each step, there is little to gain
 CPU_BOUND_PERCENT = 80  # while the CPUs are less busy, something else holds the job up
 NOTICE = "measured: this run is for measuring, as batches are dropped and repeated"
 Stretch = list[tuple[float, int, int]]  # at both ends: time in s; ticks of all CPUs: busy, in all
@@ -221,9 +221,9 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
     """Print all that is found by stretches of so many steps."""
     step_ms, spread, cpu = _summary(real, steps)
     floor_ms, floor_spread, training_cpu = _summary(repeated, steps)
-    waiting = max(0.0, 100 * (1 - floor_ms / step_ms))
+    costs = max(0.0, 100 * (1 - floor_ms / step_ms))
     verdict = "CPU-bound: more vCPUs for each GPU make it faster"
-    if waiting < WORTH_PERCENT:
+    if costs < WORTH_PERCENT:
         verdict = "not CPU-bound: there is little to gain"
     elif cpu < CPU_BOUND_PERCENT:
         verdict = "not CPU-bound: look at the number of data workers, at storage and network"
@@ -244,7 +244,7 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
     numbers = {name: value for name, value in numbers.items() if value and value == value}  # no nan
     _say(
         f"step time     {step_ms:.1f} ms ({spread})\nwithout data  {floor_ms:.1f} ms "
-        f"({floor_spread})\nwaiting       {waiting:.0f} % of a step\n"
+        f"({floor_spread})\ndata costs    {costs:.0f} % of a step\n"
         f"CPUs busy     {use}, on {machine}\n"
         f"verdict       {verdict}\n{_clusters(numbers)}\n{NOTICE}\n"
         + json.dumps({"measured": numbers})

@@ -190,7 +190,7 @@ def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: 
         if pd.isna(host[busy]):
             said.append(f"no values of its {unit}s while it trained")
         elif known:
-            said.append(f"{unit}s {percent:.0f} % busy{' = BOTTLENECK' if unit in marked else ''}")
+            said.append(f"{unit}s {percent:.0f} % busy{_judgement(percent, unit in marked)}")
         else:
             said.append(f"{host[busy]:.1f} {busy}")
         values, top = (100 * values / host[count], top) if known else (values, None)
@@ -213,6 +213,15 @@ def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: 
     panel.set_title(name, loc="left", fontsize=12)
     looks = {"color": _MARK, "weight": "bold"} if marked else {}
     panel.set_title(", ".join(said), loc="right", fontsize=12, **looks)
+
+
+def _judgement(percent: float, is_bottleneck: bool) -> str:
+    """What follows from so many percent by bottleneck.RULE."""
+    if is_bottleneck:
+        return " = BOTTLENECK"
+    if percent < bottleneck.LIMIT_PERCENT:
+        return ""
+    return f", but the training waits for less than {bottleneck.LEAST_WAIT_PERCENT} % of a step"
 
 
 def _draw_steps(panel: Axes, name: str, seen: bottleneck.Observed) -> None:

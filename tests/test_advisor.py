@@ -176,7 +176,7 @@ def test_frontier_is_what_no_other_beats(capsys):
 def test_the_published_cluster_is_recommended(capsys):
     text = run(capsys, P4D + " --as-of 2022-10-27")
     assert text.startswith("Verdict: go heterogeneous: 1 x ml.p4d.24xlarge + 2 x ml.c5.18xlarge\n")
-    assert "need 80.0 of the 192.0 ms of a step, and wait for 58 % of it." in text
+    assert "Without data a step takes 80.0 ms instead of 192.0: data costs 58 % of it." in text
 
 
 def test_shows_one_of_those_alike_and_one_host_each_without_a_floor():
@@ -241,8 +241,8 @@ def test_scales_up_inside_the_family_first(family):
 @pytest.mark.parametrize(
     "arguments, verdict, reason",
     [
-        ("--accelerator-ms 185", advisor.STAY, "wait for 4 % of it"),
-        ("--gpu-percent 95", advisor.STAY, "wait for 5 % of it"),
+        ("--accelerator-ms 185", advisor.STAY, "data costs 4 % of it"),
+        ("--gpu-percent 95", advisor.STAY, "data costs 5 % of it"),
         ("--accelerator-ms 80 --cpu-percent 40", advisor.ELSEWHERE, "only 40 % busy"),
         ("--accelerator-ms 80 --cpu-percent 97", advisor.GO, "the CPUs are 97 % busy"),
         ("--accelerator-ms 80", advisor.GO, "use of the CPUs is not known"),
@@ -264,7 +264,7 @@ def test_a_retired_type_is_history_and_never_proposed(monkeypatch, capsys):
     monkeypatch.setattr(prices, "load", lambda: known)
     question = "--instance ml.p3.2xlarge --step-ms 1193 --accelerator-ms 150"
     text = " ".join(run(capsys, question).split())
-    assert text.startswith("Verdict: go heterogeneous - The accelerators need 150.0")
+    assert text.startswith("Verdict: go heterogeneous - Without data a step takes 150.0")
     assert "AWS retired ml.p3.2xlarge on 2025-12-20 (shared/retired.csv), so none of this" in text
     assert "p3.4xlarge" not in text
     text = run(capsys, question + " --as-of 2022-10-27")  # when it was there

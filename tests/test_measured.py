@@ -231,7 +231,7 @@ def test_prints_what_follows_and_three_clusters(printed):
     assert lines[1:4] == [
         "step time     400.0 ms (400.0 to 400.0 ms)",
         "without data  100.0 ms (100.0 to 100.0 ms)",
-        "waiting       75 % of a step",
+        "data costs    75 % of a step",
     ]
     assert re.match(r"CPUs busy     (not known|\d+ %, without data \d+ %), on \d+ vCPUs", lines[4])
 

@@ -148,16 +148,20 @@ def test_a_host_that_failed_during_start_up_shows_why(capsys):
     assert "No space left on device" in shown and "SM_MODEL_DIR" not in shown
 
 
-def test_side_by_side_wraps_long_lines_and_loses_nothing(capsys):
-    words = " ".join(f"word{i}" for i in range(40))
-    write_log("job", "algo-1", start_up("algo-1", "dnn_group") + [words])
+def test_side_by_side_columns_are_as_wide_as_their_text(capsys, monkeypatch):
+    write_log("job", "algo-1", start_up("algo-1", "dnn_group") + ["a < b"])
     write_log("job", "algo-2", start_up("algo-2", "data_group") + ["serving", "done"])
+    shown = []
+    monkeypatch.setattr("shared.logs.display", lambda data, raw: shown.append(data))
     monitoring.show_logs("job", side_by_side=True)
-    shown = capsys.readouterr().out.splitlines()
-    assert re.match(r"== data_group / algo-2 .*  == dnn_group / algo-1", shown[0])
-    assert re.search(r"serving  .*word0 word1", shown[1])
-    assert all(f"word{i}" in " ".join(shown).split() for i in range(40))
-    assert max(map(len, shown)) <= 160
+    first, second, third = shown[0]["text/plain"].splitlines()
+    assert re.match(
+        r"== data_group / algo-2 \(2 lines\)  == dnn_group / algo-1 \(1 lines\)$", first
+    )
+    assert re.match(r"[\d:]{8} serving +[\d:]{8} a < b$", second)
+    assert second.index("a < b") - 9 == first.index("== dnn") and third.endswith("done")
+    left, right = re.findall(r"<pre.*?>(.*?)</pre>", shown[0]["text/html"], re.S)
+    assert "serving" in left and "a &lt; b" in right
 
 
 def test_steps_are_a_typed_table():
