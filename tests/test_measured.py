@@ -240,7 +240,7 @@ def test_advisor_reads_it_from_a_log(printed, capsys, tmp_path):
     path = tmp_path / "train.log"
     path.write_text(f"step 1\n{printed}bye\n")
     text = run(capsys, f"--log {path}")
-    assert "The accelerators need 100.0 of the 400.0 ms of a step, and wait for 75 % of it" in text
+    assert "Without data a step takes 100.0 ms instead of 400.0: data costs 75 % of it." in text
     assert "Measured in one run on" in text and "1 x ml.p4d.24xlarge" in text
     assert "2 x ml.g5.xlarge, 400.0 ms" in run(
         capsys, f"--log {path} --instance ml.g5.xlarge --count 2"

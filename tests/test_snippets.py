@@ -39,7 +39,7 @@ NAMED = {
     "make test": "runs these tests",
     "make lab": "opens a browser; the notebooks in it are run by these tests",
     "make bench": "takes long; benchmarks/README.md says what it checks itself",
-    "PIP_NO_CACHE_DIR=1 scripts/setup.sh": "makes the environment that these tests run in",
+    "UV_NO_CACHE=1 scripts/setup.sh": "makes the environment that these tests run in",
     "pip download --only-binary=:all: --platform manylinux2014_x86_64 --python-version 3.12 "
     "-d code -r code/requirements.txt": "needs a package index; what it is for has a test",
 }
@@ -50,6 +50,7 @@ OTHERS_WORDS = [
     "You must specify a region.",
     "No matching distribution found for",
     "No module named 'moto'",
+    "No space left on device",
     "'>' not supported between instances of 'NoneType' and 'int'",
 ]
 

@@ -8,6 +8,7 @@ Run it as it is, or on several GPUs with `torchrun --nproc-per-node=N train_dnn.
 """
 
 import argparse
+import io
 import os
 import shutil
 import signal
@@ -380,9 +381,10 @@ def save(state: dict, path: Path) -> None:
     except RuntimeError as error:  # with which torch hides why it cannot write
         if not isinstance(error.__context__, OSError):
             raise
-        why, size = error.__context__, partial.stat().st_size
         partial.unlink()  # SageMaker would copy it to S3
-        text = f"{why.strerror} for more than {size:,} bytes"
+        why, whole = error.__context__, io.BytesIO()
+        torch.save(state, whole)
+        text = f"{why.strerror} for {whole.tell():,} bytes"
         raise OSError(why.errno, text, str(path)) from None
     partial.replace(path)
 
