@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
+import psutil
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbconvert import HTMLExporter
@@ -21,6 +22,7 @@ from nbconvert import HTMLExporter
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 KERNEL_LOG = BUILD / "kernel.log"
+QUIET_PERCENT = 5  # our choice: of the CPU time, taken by others
 NEEDED = {  # beside what all of them need
     "pt.grpc.sagemaker": ["torch", "grpc_tools"],
     "tf.data.service.sagemaker": ["tensorflow"],
@@ -84,10 +86,19 @@ def comparison(notebook: nbformat.NotebookNode) -> Iterator[str]:
                     yield data["text/plain"]
 
 
+def taken_by_others() -> tuple[float, float]:
+    """CPU seconds so far that others took, in this machine or from it, and that there were."""
+    times = psutil.cpu_times()  # of all cores; steal is what other virtual machines took
+    there = sum(times[:8])  # user, nice, system, idle, iowait, irq, softirq, steal
+    own = sum(os.times()[:4])  # with all processes that have ended and been waited for
+    return there - times.idle - times.iowait - own, there
+
+
 def main() -> int:
     """Run the notebooks one after the other; stop at the first that fails, with exit status 1."""
     os.environ["SAGEMAKER_TARGET"] = "local"  # whatever the shell says: a demo costs nothing
     BUILD.mkdir(exist_ok=True)
+    taken_before, there_before = taken_by_others()
     executed = {}
     for path in sorted(ROOT.glob("*.sagemaker/*.ipynb")):
         print(f"\n{path.relative_to(ROOT)}", flush=True)
@@ -107,6 +118,13 @@ def main() -> int:
     for page, notebook in executed.items():
         if text := "\n".join(comparison(notebook)):
             print(f"\n{page.stem}: comparison\n\n{text}")
+    taken, there = taken_by_others()
+    percent = 100 * (taken - taken_before) / (there - there_before)
+    if percent > QUIET_PERCENT:
+        print(
+            f"\nThe machine had other things to do: they took {percent:.0f} % of its CPU time. The "
+            "times above are longer for it, and not all alike: run it again on a quiet machine."
+        )
     print("\nThe executed notebooks, with figures:")
     for page in executed:
         print(f"  {page}")
