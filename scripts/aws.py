@@ -24,7 +24,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from scripts import results, started_jobs
 from scripts.demo import BUILD, ROOT, comparison, execute, reason, save
-from shared import costs, prices
+from shared import prices
+from shared.jobs import instances_of
 
 NOTEBOOKS = [  # hello world first: its preflight checks what the others need
     ROOT / "hello.world.sagemaker" / "helloworld-example.ipynb",
@@ -114,7 +115,7 @@ def planned() -> list[tuple[str, dict[str, int]]]:
             file = folder / f"{path.stem}.aws.json"
         for request in json.loads(file.read_text()):
             name = request["TrainingJobName"].removesuffix("-<time>")
-            jobs.append((name, costs.instances_of(request["ResourceConfig"])))
+            jobs.append((name, instances_of(request["ResourceConfig"])))
     return jobs
 
 

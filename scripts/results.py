@@ -16,7 +16,8 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from shared import costs, logs, monitoring, prices
+from shared import costs, logs, prices
+from shared.jobs import describe, instances_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "results"
@@ -68,7 +69,7 @@ def write(
     jobs, failures = {}, []
     for name in names:
         try:
-            jobs[name] = monitoring.describe(name)
+            jobs[name] = describe(name)
         except ValueError:
             failures.append(f"{name} was not started, or AWS does not answer.")
             continue
@@ -116,7 +117,7 @@ def _tables(jobs: Mapping[str, Mapping[str, Any]], region: str) -> list[str]:
             lines = []  # no host has started, or the log can't be read
         columns = ["step_time_ms", "data_wait_ms"]
         runs[name] = costs.Run(
-            costs.instances_of(job["ResourceConfig"]),
+            instances_of(job["ResourceConfig"]),
             **logs.step_table(lines).reindex(columns=columns).median(),
             billable_s=job.get("BillableTimeInSeconds", nan),
         )

@@ -244,7 +244,7 @@ def _inputs(measured: Measured, trainer: pd.Series) -> dict[str, str]:
 FORMULA = "step time = max(CPU work / (cores x speed), accelerator floor, network)"
 
 
-def describe(advice: Advice) -> str:
+def as_text(advice: Advice) -> str:
     """Write the advice as text: verdict, reasons, inputs, and the candidates worth a look."""
     lines = [_headline(advice)]
     for reason in advice.reasons:
@@ -475,7 +475,7 @@ def main(arguments: list[str] | None = None) -> None:
             known = {key: value for key, value in vars(advice.measured).items() if value == value}
             print(json.dumps({**vars(advice), "measured": known, **rows}, indent=2))
         else:
-            print(describe(advice))
+            print(as_text(advice))
 
 
 def _measured(args: argparse.Namespace) -> Measured:

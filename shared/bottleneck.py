@@ -14,9 +14,9 @@ from typing import Any
 
 import boto3
 import pandas as pd
-from botocore.exceptions import BotoCoreError, ClientError
 
 from shared import prices
+from shared.jobs import describe
 from shared.logs import hosts_of, logs, step_table
 
 # The name of each unit in CloudWatch, in prices.csv, and of the busy ones in our tables.
@@ -55,23 +55,6 @@ class Observed:
     steps: pd.DataFrame
     hosts: pd.DataFrame
     busy: dict[tuple[str, str], pd.Series]
-
-
-def describe(job_name: str, session: boto3.Session | None = None) -> dict[str, Any]:
-    """Look a training job up; return DescribeTrainingJob's response.
-
-    Raises:
-        ValueError: there is no such job, or AWS cannot be asked; says where else to look.
-    """
-    try:
-        client = (session or boto3).client("sagemaker")
-        return client.describe_training_job(TrainingJobName=job_name)
-    except (BotoCoreError, ClientError) as error:
-        raise ValueError(
-            f"No training job {job_name!r} to be seen from here ({error}): check its name, the "
-            "region and the credentials; a local job is known only in the notebook that started "
-            "it: use %run -m there."
-        ) from None
 
 
 def observe(job_name: str, session: boto3.Session | None = None) -> Observed:

@@ -35,6 +35,7 @@ from matplotlib.figure import Figure
 
 from shared import monitoring
 from shared.commands import reader_may_leave
+from shared.jobs import describe, instances_of
 from shared.prices import Price, cache_file, find, price_per_hour, refresh_prices
 
 __all__ = [
@@ -43,7 +44,6 @@ __all__ = [
     "Run",
     "compare",
     "compare_runs",
-    "instances_of",
     "plot",
     "price_per_hour",
     "published",
@@ -127,7 +127,7 @@ def read_runs(
     """
     runs = {}
     for label, name in monitoring.labelled(job_names).items():
-        description = _describe(name, session)
+        description = _billed(name, session)
         columns = ["step_time_ms", "data_wait_ms", "samples_per_s"]
         median = monitoring.steps(name, session).reindex(columns=columns).median()
         runs[label] = Run(
@@ -140,24 +140,15 @@ def read_runs(
     return runs
 
 
-def _describe(name: str, session: boto3.Session | None) -> dict[str, Any]:
+def _billed(name: str, session: boto3.Session | None) -> dict[str, Any]:
     """Describe a training job that has ended and was billed."""
-    description = monitoring.describe(name, session)
+    description = describe(name, session)
     status = description["TrainingJobStatus"]
     if status in ("InProgress", "Stopping"):
         raise ValueError(f"Training job {name!r} is {status}: its cost is known once it has ended.")
     if "BillableTimeInSeconds" not in description:
         raise ValueError(f"Training job {name!r} ({status}) has no billable time: nothing to cost.")
     return description
-
-
-def instances_of(resource_config: dict[str, Any]) -> dict[str, int]:
-    """Count the instances of a job's ResourceConfig by instance type, groups or not."""
-    counts: dict[str, int] = {}
-    for group in resource_config.get("InstanceGroups") or [resource_config]:
-        instance_type = group["InstanceType"]
-        counts[instance_type] = counts.get(instance_type, 0) + group["InstanceCount"]
-    return counts
 
 
 def compare_runs(

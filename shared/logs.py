@@ -36,6 +36,8 @@ import boto3
 import pandas as pd
 from IPython.display import display
 
+from shared.jobs import describe, instances_of
+
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 # What AWS's own SDK pauses after a job's end before it reads the log for the last time
 # (_logs_for_job in sagemaker/core/remote_function/job.py). A delay that shows in the log (ingestion
@@ -113,10 +115,10 @@ def _lines(streams: dict[str, list[dict[str, Any]]]) -> list[LogLine]:
 
 def _complete_streams(job_name: str, session: Any) -> dict[str, list[dict[str, Any]]]:
     """Read a job's log events by stream, again while some are still on their way."""
-    client, sagemaker = session.client("logs"), session.client("sagemaker")
+    client = session.client("logs")
     try:
-        job = sagemaker.describe_training_job(TrainingJobName=job_name)
-    except sagemaker.exceptions.ClientError:
+        job = describe(job_name, session)
+    except ValueError:
         return _streams(client, job_name)  # not known, or not to us: take what is there
     hosts, asked = _hosts_to_wait_for(job), time.monotonic()
     over = since_end = _seconds_since_end(job)
@@ -133,8 +135,7 @@ def _hosts_to_wait_for(job: dict[str, Any]) -> int:
     started = any(t["Status"] == "Training" for t in job.get("SecondaryStatusTransitions", []))
     if not started or job["TrainingJobStatus"] in ("InProgress", "Stopping"):
         return 0
-    config = job["ResourceConfig"]
-    return sum(group["InstanceCount"] for group in config.get("InstanceGroups") or [config])
+    return sum(instances_of(job["ResourceConfig"]).values())
 
 
 def _seconds_since_end(job: dict[str, Any]) -> float:

@@ -26,15 +26,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from shared import bottleneck
-from shared.bottleneck import describe, utilisation
+from shared.bottleneck import utilisation
 from shared.commands import reader_may_leave
+from shared.jobs import describe
 from shared.logs import LogLine, logged, logs, show_logs, steps
 
 __all__ = [
     "COLOURS",
     "METRIC_DEFINITIONS",
     "LogLine",
-    "describe",
     "labelled",
     "logged",
     "logs",
@@ -66,11 +66,11 @@ def wait(
 
     Raises:
         RuntimeError: the job failed; says why.
+        ValueError: there is no such job.
     """
-    client = (session or boto3).client("sagemaker")
     start, printed = time.monotonic(), 0
     while True:
-        job = client.describe_training_job(TrainingJobName=job_name)
+        job = describe(job_name, session)
         elapsed = f"{time.monotonic() - start:7.1f} s"
         transitions = job.get("SecondaryStatusTransitions", [])
         for transition in transitions[printed:]:

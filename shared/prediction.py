@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from shared import prices
+from shared.jobs import describe, instances_of
 from shared.measured import NOTICE
 
 if TYPE_CHECKING:
@@ -407,13 +408,11 @@ def measure(
 
 def _instances(name: str, session: "boto3.Session | None") -> tuple[str, int]:
     """Instance type and count of a homogeneous job that has ended."""
-    from shared import costs, monitoring
-
-    job = monitoring.describe(name, session)
+    job = describe(name, session)
     status = job["TrainingJobStatus"]
     if status not in ("Completed", "Stopped"):
         raise ValueError(f"Training job {name!r} is {status}: give one that has run to its end.")
-    instances = costs.instances_of(job["ResourceConfig"])
+    instances = instances_of(job["ResourceConfig"])
     if len(instances) > 1:
         raise ValueError(
             f"Training job {name!r} is heterogeneous already ({', '.join(instances)}): give the "

@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 
-from shared.bottleneck import LEAST_WAIT_PERCENT, describe, wait_percent
+from shared.bottleneck import LEAST_WAIT_PERCENT, wait_percent
+from shared.jobs import describe
 from shared.logs import hosts_of, logged, logs_so_far, step_table, steps
 
 POINTS = 10  # of lab 1: percent points that an answer may be off

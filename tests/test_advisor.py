@@ -509,7 +509,7 @@ def test_a_job_that_is_slower_without_data_does_not_wait_for_data(trained):
     """Else a notebook would stop where its machine was busy with other things."""
     measured = advisor.measure(trained["synthetic"], trained["homogeneous"])
     assert (measured.step_ms, measured.accelerator_ms) == (60, 60)
-    said = " ".join(advisor.describe(advisor.advise(measured)).split())
+    said = " ".join(advisor.as_text(advisor.advise(measured)).split())
     assert "were longer, 120 ms, and count as equally long" in said and "are swapped." in said
 
 

@@ -15,6 +15,7 @@ from moto import mock_aws
 from sagemaker.core import image_uris
 
 from shared import costs, prices
+from shared.jobs import instances_of
 
 ROOT = Path(__file__).parent.parent
 SECTION = (ROOT / "docs" / "images.md").read_text()
@@ -47,7 +48,7 @@ def requests(name: str, target: str) -> list[dict]:
 
 def instances(request: dict) -> dict[str, int]:
     """{instance type: count}, those that train first."""
-    return dict(reversed(costs.instances_of(request["ResourceConfig"]).items()))
+    return dict(reversed(instances_of(request["ResourceConfig"]).items()))
 
 
 def table() -> dict[tuple[str, str], list[str]]:
