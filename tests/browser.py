@@ -1,12 +1,12 @@
-"""Run two notebooks as a person would: in JupyterLab, in a browser, with Run All Cells.
+"""Run the notebooks as a person would: in JupyterLab, in a browser, with Run All Cells.
 
     apt install chromium
     .venv/bin/python -m pip install playwright==1.65.2
     .venv/bin/python tests/browser.py
 
-Runs a copy of the repository, checks that tables, figures and pictures are on the page and no
-error is, and leaves a picture of each page in build/browser/. On demand, not among `make test`:
-a browser is needed.
+Runs a copy of the repository, checks that tables, figures and pictures are on the page, that no
+error is, and that no line or table is wider than its cell; and leaves a picture of each page in
+build/browser/. On demand, not among `make test`: a browser is needed.
 """
 
 import json
@@ -28,8 +28,22 @@ PICTURES = ROOT / "build" / "browser"
 # What must be on the page, at least: tables of pandas, figures of matplotlib.
 NOTEBOOKS = {
     "hello.world.sagemaker/helloworld-example.ipynb": (0, 0),
-    "pt.grpc.sagemaker/hetero-pytorch-mnist.ipynb": (3, 7),
+    "pt.grpc.sagemaker/hetero-pytorch-mnist.ipynb": (6, 7),
+    "tf.data.service.sagemaker/hetero-tensorflow-restnet50.ipynb": (5, 6),
 }
+WIDTHS = (1200, 1440)  # of the window, in pixels
+# The first words of each line or table that does not fit. JupyterLab wraps lines, which is hard to
+# read; only the log's columns are meant to be wrapped, and say so themselves.
+TOO_WIDE = """() => [...document.querySelectorAll('.jp-OutputArea-output :is(pre, table)')]
+    .filter(element => {
+        if (element.style.whiteSpace) return false;
+        element.style.whiteSpace = 'pre';
+        const cell = element.closest('.jp-OutputArea-output');
+        const wide = Math.max(element.scrollWidth, element.offsetWidth) > cell.clientWidth + 1;
+        element.style.whiteSpace = '';
+        return wide;
+    })
+    .map(element => element.innerText.slice(0, 60))"""
 MINUTES = 10  # for one notebook
 TRACKER = "@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
 
@@ -128,7 +142,7 @@ def take_picture(page, path: Path) -> None:
         "Math.max(...[...document.querySelectorAll('.jp-WindowedPanel-outer')]"
         ".map(panel => panel.scrollHeight))"
     )
-    page.set_viewport_size({"width": 1200, "height": min(height + 200, 16_000)})
+    page.set_viewport_size({"width": WIDTHS[0], "height": min(height + 200, 16_000)})
     page.wait_for_timeout(1_000)
     page.evaluate(
         "document.querySelectorAll('.jp-WindowedPanel-outer').forEach(p => p.scrollTo(0, 0))"
@@ -159,16 +173,21 @@ def main() -> None:
                 )
                 for notebook, (tables, figures) in NOTEBOOKS.items():
                     page_name = Path(notebook).stem  # of a workspace with no other notebook in it
-                    page = browser.new_page(viewport={"width": 1200, "height": 1000})
+                    page = browser.new_page(viewport={"width": WIDTHS[0], "height": 1000})
                     found = run_all(
                         page, address.format(f"lab/workspaces/{page_name}/tree/{notebook}")
                     )
+                    wide = {}
+                    for width in WIDTHS[::-1]:  # the narrower one is left for the picture
+                        page.set_viewport_size({"width": width, "height": 1000})
+                        page.wait_for_timeout(1_000)
+                        wide[width] = page.evaluate(TOO_WIDE)
                     picture = PICTURES / f"{page_name}.png"
                     take_picture(page, picture)
-                    print(f"{notebook}: {found}; {picture.relative_to(ROOT)}")
+                    print(f"{notebook}: {found}; too wide: {wide}; {picture.relative_to(ROOT)}")
                     page.close()
                     few = found["tables"] < tables or found["figures"] < figures
-                    if found["errors"] or found["missing"] or few:
+                    if found["errors"] or found["missing"] or few or any(wide.values()):
                         failed.append(notebook)
                 browser.close()
         finally:
