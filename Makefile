@@ -3,8 +3,10 @@
 
 python := .venv/bin/python
 environment := .venv/.ready
+quick := $(addprefix tests/test_,$(addsuffix .py,commands costs links measured monitoring permissions \
+	pictures pipeline prices requests served snippets workflows))
 
-.PHONY: help demo test containers aws bench soak lab lint clean
+.PHONY: help demo test quick containers aws bench soak lab lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -14,6 +16,10 @@ demo: $(environment) ## run the notebooks on this machine, without an AWS accoun
 
 test: $(environment) ## run the tests, two files at a time: in many of them processes wait
 	@$(python) -m pytest -n 2 --dist loadfile
+
+quick: $(environment) ## for who changes a line: the style, and the tests that start no job
+	@$(python) -m ruff format --check -q . && $(python) -m ruff check -q .
+	@$(python) -m pytest -q -n 2 $(quick)
 
 containers: $(environment) ## run the jobs in replicas of AWS's containers (needs root, Python 3.12, 3.10)
 	@tests/containers/run.sh

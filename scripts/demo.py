@@ -9,8 +9,10 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
@@ -22,6 +24,7 @@ from nbconvert import HTMLExporter
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 KERNEL_LOG = BUILD / "kernel.log"
+SIGN_OF_LIFE_SECONDS = 15
 QUIET_PERCENT = 5  # our choice: of the CPU time, taken by others
 NEEDED = {  # beside what all of them need
     "pt.grpc.sagemaker": ["torch", "grpc_tools"],
@@ -47,9 +50,28 @@ def execute(notebook: nbformat.NotebookNode, folder: Path) -> None:
             if cell.cell_type == "markdown":
                 for heading in re.findall(r"^#+ (.+)", cell.source, re.MULTILINE):
                     print(f"{time.monotonic() - started:6.0f} s  {heading}", flush=True)
-            client.execute_cell(cell, index)
+            with signs_of_life(f"cell {index + 1} of {len(notebook.cells)} runs", started):
+                client.execute_cell(cell, index)
         client.set_widgets_metadata()
     print(f"{time.monotonic() - started:6.0f} s  done", flush=True)
+
+
+@contextmanager
+def signs_of_life(what: str, started: float) -> Iterator[None]:
+    """Say now and then, with the seconds since `started`, that a long block still runs."""
+    over = threading.Event()
+
+    def say() -> None:
+        while not over.wait(SIGN_OF_LIFE_SECONDS):
+            print(f"{time.monotonic() - started:6.0f} s  ({what})", flush=True)
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def save(notebook: nbformat.NotebookNode, path: Path) -> Path:
