@@ -39,6 +39,7 @@ from IPython.display import display
 from shared.jobs import describe, instances_of
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+WIDTH = 96  # letters of a line, as many as JupyterLab has room for in a window of 1200 pixels
 # What AWS's own SDK pauses after a job's end before it reads the log for the last time
 # (_logs_for_job in sagemaker/core/remote_function/job.py). A delay that shows in the log (ingestion
 # time - timestamp) is not all of it: lines get their timestamps up to 3 s after they were printed,
@@ -232,7 +233,7 @@ def show_logs(
     else:
         for block in blocks:
             for text in block:
-                print(text if len(text) <= 140 else text[:139] + "…")
+                print(text if len(text) <= WIDTH else text[: WIDTH - 1] + "…")
 
 
 def _without_setup(lines: list[LogLine]) -> list[LogLine]:

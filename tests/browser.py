@@ -5,10 +5,15 @@
     .venv/bin/python tests/browser.py
 
 Runs a copy of the repository, checks that tables, figures and pictures are on the page, that no
-error is, and that no line or table is wider than its cell; and leaves a picture of each page in
-build/browser/. On demand, not among `make test`: a browser is needed.
+error is, and that no output is wider than its cell, and leaves pictures of each page in
+build/browser/, one of each width. On demand, not among `make test`: a browser is needed.
+
+    .venv/bin/python tests/browser.py --saved
+
+runs nothing, and looks at the outputs that the notebooks have.
 """
 
+import argparse
 import json
 import os
 import secrets
@@ -32,33 +37,18 @@ NOTEBOOKS = {
     "tf.data.service.sagemaker/hetero-tensorflow-restnet50.ipynb": (5, 6),
 }
 WIDTHS = (1200, 1440)  # of the window, in pixels
-# The first words of each line or table that does not fit. JupyterLab wraps lines, which is hard to
-# read; only the log's columns are meant to be wrapped, and say so themselves.
-TOO_WIDE = """() => [...document.querySelectorAll('.jp-OutputArea-output :is(pre, table)')]
-    .filter(element => {
-        if (element.style.whiteSpace) return false;
-        element.style.whiteSpace = 'pre';
-        const cell = element.closest('.jp-OutputArea-output');
-        const wide = Math.max(element.scrollWidth, element.offsetWidth) > cell.clientWidth + 1;
-        element.style.whiteSpace = '';
-        return wide;
-    })
-    .map(element => element.innerText.slice(0, 60))"""
 MINUTES = 10  # for one notebook
 TRACKER = "@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
 
 
-def copy_repository(folder: Path) -> None:
-    """Copy what git tracks: JupyterLab writes into the notebooks that it has open.
-
-    Without the outputs: those on the page shall be new.
-    """
+def copy_repository(folder: Path, with_outputs: bool) -> None:
+    """Copy what git tracks: JupyterLab writes into the notebooks that it has open."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     for name in names.stdout.decode().split("\0"):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    for name in NOTEBOOKS:
+    for name in [] if with_outputs else NOTEBOOKS:
         notebook = json.loads((folder / name).read_text())
         for cell in notebook["cells"]:
             if cell["cell_type"] == "code":
@@ -98,10 +88,15 @@ def start_lab(folder: Path, settings: Path) -> tuple[subprocess.Popen, str]:
     sys.exit("JupyterLab has not started within a minute.")
 
 
-def run_all(page, address: str) -> dict[str, int]:
-    """Open a notebook, run all of its cells, wait for the end; count what is on the page."""
+def open_notebook(page, address: str) -> None:
+    """Open a notebook, and wait until its kernel is ready."""
     page.goto(address)
     page.get_by_text("Kernel status: Idle").first.wait_for(state="attached", timeout=60_000)
+    page.wait_for_timeout(3_000)
+
+
+def run_all(page) -> None:
+    """Run all cells, and wait for the end."""
     started = (
         "[...document.querySelectorAll('.jp-InputPrompt')].some(p => /[*\\d]/.test(p.innerText))"
     )
@@ -120,6 +115,10 @@ def run_all(page, address: str) -> dict[str, int]:
         polling=500,
     )
     page.wait_for_timeout(2_000)  # for the last figures to be drawn
+
+
+def count(page) -> dict[str, int]:
+    """Count what is on the page."""
     return page.evaluate(
         """() => {
             const count = selector => document.querySelectorAll(selector).length;
@@ -136,13 +135,36 @@ def run_all(page, address: str) -> dict[str, int]:
     )
 
 
-def take_picture(page, path: Path) -> None:
+def too_wide(page) -> list[str]:
+    """The outputs that do not fit into their cells: their width, that of the cell, the first line.
+
+    Text is measured as it is before the page wraps it. What libraries warn of is prose, and may be
+    wrapped.
+    """
+    return page.evaluate(
+        """() => [...document.querySelectorAll('.jp-OutputArea-output')]
+            .filter(output => output.dataset.mimeType !== 'application/vnd.jupyter.stderr')
+            .flatMap(output => [...output.querySelectorAll('pre, table')].map(shown => {
+                const isText = shown.parentElement === output;
+                const before = shown.style.whiteSpace;
+                if (isText) shown.style.whiteSpace = 'pre';
+                const width = shown.scrollWidth;
+                shown.style.whiteSpace = before;
+                const room = output.clientWidth;
+                const line = shown.innerText.split('\\n').reduce(
+                    (a, b) => isText && b.length > a.length ? b : a);
+                return width > room ? `${width} of ${room} px: ${line}` : '';
+            })).filter(text => text)"""
+    )
+
+
+def take_picture(page, width: int, path: Path) -> None:
     """Make the window as high as the notebook, and take a picture of it."""
     height = page.evaluate(
         "Math.max(...[...document.querySelectorAll('.jp-WindowedPanel-outer')]"
         ".map(panel => panel.scrollHeight))"
     )
-    page.set_viewport_size({"width": WIDTHS[0], "height": min(height + 200, 16_000)})
+    page.set_viewport_size({"width": width, "height": min(height + 200, 16_000)})
     page.wait_for_timeout(1_000)
     page.evaluate(
         "document.querySelectorAll('.jp-WindowedPanel-outer').forEach(p => p.scrollTo(0, 0))"
@@ -152,7 +174,10 @@ def take_picture(page, path: Path) -> None:
 
 
 def main() -> None:
-    """Run the notebooks; fail if something is not on their pages."""
+    """Run the notebooks; fail if something is not on their pages, or is too wide."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--saved", action="store_true", help="look at the outputs as saved")
+    saved = parser.parse_args().saved
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
@@ -164,7 +189,7 @@ def main() -> None:
     failed = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and so end JupyterLab, too
     with tempfile.TemporaryDirectory() as copy, tempfile.TemporaryDirectory() as settings:
-        copy_repository(Path(copy))
+        copy_repository(Path(copy), with_outputs=saved)
         lab, address = start_lab(Path(copy), Path(settings))
         try:
             with sync_playwright() as playwright:
@@ -174,20 +199,25 @@ def main() -> None:
                 for notebook, (tables, figures) in NOTEBOOKS.items():
                     page_name = Path(notebook).stem  # of a workspace with no other notebook in it
                     page = browser.new_page(viewport={"width": WIDTHS[0], "height": 1000})
-                    found = run_all(
+                    open_notebook(
                         page, address.format(f"lab/workspaces/{page_name}/tree/{notebook}")
                     )
-                    wide = {}
-                    for width in WIDTHS[::-1]:  # the narrower one is left for the picture
+                    if not saved:
+                        run_all(page)
+                    found, wide = count(page), []
+                    print(f"{notebook}: {found}")
+                    for width in WIDTHS:
                         page.set_viewport_size({"width": width, "height": 1000})
                         page.wait_for_timeout(1_000)
-                        wide[width] = page.evaluate(TOO_WIDE)
-                    picture = PICTURES / f"{page_name}.png"
-                    take_picture(page, picture)
-                    print(f"{notebook}: {found}; too wide: {wide}; {picture.relative_to(ROOT)}")
+                        for line in too_wide(page):
+                            wide.append(line)
+                            print(f"  too wide in a window of {width} px: {line}")
+                        picture = PICTURES / f"{page_name}-{width}.png"
+                        take_picture(page, width, picture)
+                        print(f"  {picture.relative_to(ROOT)}")
                     page.close()
                     few = found["tables"] < tables or found["figures"] < figures
-                    if found["errors"] or found["missing"] or few or any(wide.values()):
+                    if found["errors"] or found["missing"] or few or wide:
                         failed.append(notebook)
                 browser.close()
         finally:
