@@ -121,7 +121,7 @@ def test_show_logs_leaves_out_start_up_and_shortens(capsys):
     monitoring.show_logs("job", group="dnn_group", last=None)
     shown = capsys.readouterr().out
     assert "algo-2" not in shown and "SM_MODEL_DIR" not in shown and "exec python" not in shown
-    assert max(len(line) for line in shown.splitlines()) == 140
+    assert max(len(line) for line in shown.splitlines()) == 96
 
     monitoring.show_logs("job", host="algo-2", skip_setup=False)
     assert "SM_MODEL_DIR" in capsys.readouterr().out
