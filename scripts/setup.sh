@@ -77,14 +77,14 @@ tell_uv() {
 # The CPU build of PyTorch, except where a GPU is. Only PyTorch's own index has it.
 choose_torch() {
     if nvidia-smi >/dev/null 2>&1; then
-        echo "  PyTorch: the build with CUDA, as there is a GPU: about 3 GB to download, 7.5 GB on disk"
+        echo "  PyTorch: the build with CUDA, as there is a GPU: about 1.7 GB to download, 7 GB on disk"
     elif UV_HTTP_RETRIES=0 "$uv" pip install --dry-run --reinstall --no-deps \
         --torch-backend=cpu torch >>"$log" 2>&1; then
-        echo "  PyTorch: the CPU build; about 0.7 GB to download, 3.7 GB on disk"
+        echo "  PyTorch: the CPU build; about 0.8 GB to download, 3.2 GB on disk"
         torch=--torch-backend=cpu
     else
         echo "  PyTorch: its index of CPU builds is out of reach; unless pip's settings name another" \
-            "place, the build with CUDA comes: about 3 GB to download, 7.5 GB on disk"
+            "place, the build with CUDA comes: about 1.7 GB to download, 7 GB on disk"
     fi
 }
 
@@ -134,7 +134,7 @@ fi
 trap 'echo; fail "interrupted; the same command continues it."' INT TERM
 mkdir -p build
 : >"$log"
-echo "Setting up .venv (once; one to four minutes, most of it downloading):"
+echo "Setting up .venv (once; about a minute, and as long as the downloads take):"
 [ -z "${base:-}" ] || step "Python ($base)" create_venv
 step "uv, which installs the rest" "$python" -m pip install -q uv==0.13.9
 tell_uv
