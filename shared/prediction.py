@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from shared import prices
-from shared.jobs import describe, instances_of
 from shared.measured import NOTICE
 
 if TYPE_CHECKING:
@@ -408,6 +407,8 @@ def measure(
 
 def _instances(name: str, session: "boto3.Session | None") -> tuple[str, int]:
     """Instance type and count of a homogeneous job that has ended."""
+    from shared.jobs import describe, instances_of  # boto3 takes longer to import than all else
+
     job = describe(name, session)
     status = job["TrainingJobStatus"]
     if status not in ("Completed", "Stopped"):
