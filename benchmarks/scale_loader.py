@@ -1,10 +1,10 @@
-"""What the loader's traffic costs as hosts and ranks become more: seen from outside, process by process.
+"""What the loader's traffic costs as hosts and ranks become more, seen from outside the processes.
 
 A batch of 1 MiB "takes" 0.4 s: a worker sleeps, since it is the traffic that is measured, and two
 cores could not prepare batches for eight hosts. Data hosts, their workers and ranks are processes
 of their own, and talk through sockets, as on AWS.
 
-Run with an address, this file is a data host: `python scale_loader.py HOST:PORT WORKERS`.
+Run with an address, this file is a data host: `python scale_loader.py HOST:PORT WORKERS SECONDS`.
 """
 
 import contextlib
@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import psutil
-from transfer import TOKEN, free_port
-
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
+from transfer import TOKEN, free_port
 
 from feed.batches import BatchKeys, as_is
 from feed.client import RemoteBatches, RemoteDataset
@@ -33,7 +32,7 @@ from feed.wire import SERVICE, build, fill, messages
 
 COUNTS = 1, 2, 4, 8  # of data hosts, and of ranks
 WORKERS, BATCH_SECONDS, FLOATS = 4, 0.4, 262_144  # of a data host; of a batch; in a batch: 1 MiB
-MOST_OF_MACHINE = 0.3  # of all cores' time: above it, what is measured is the machine
+LARGE_HOSTS, LARGE_WORKERS = 2, 48  # more workers than a rank may have calls open
 WARM_UP_SECONDS, SECONDS = 2.5, 5.0
 CLIENTS, CLIENT_PROCESSES, MANY_WORKERS = 62, 2, 24  # light ones, of one server
 PAUSE_SECONDS, FROZEN_SECONDS = 2.0, 25.0  # of the slow one, each batch; longer than keepalive's 20
@@ -41,13 +40,16 @@ FROZEN_CALLS = 16  # batches that the frozen client has asked for, more than soc
 
 
 class Asleep(Dataset):
-    """Batches of 1 MiB that take BATCH_SECONDS each, and hardly any CPU time."""
+    """Batches of 1 MiB that take so many seconds each, and hardly any CPU time."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
 
     def __len__(self) -> int:
         return 1_000_000
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        time.sleep(BATCH_SECONDS)
+        time.sleep(self.seconds)
         return [torch.zeros(FLOATS) for _ in indices]
 
 
@@ -99,13 +101,16 @@ def watch(servers: list[int], clients: list[int], counts: Sequence[int], seconds
 
 
 @contextlib.contextmanager
-def data_hosts(count: int, workers: int) -> Iterator[dict[str, int]]:
-    """Run this file as so many data hosts; give their addresses with their process ids."""
+def data_hosts(count: int, workers: int, rate: float) -> Iterator[dict[str, int]]:
+    """Run this file as so many data hosts; give their addresses with their process ids.
+
+    rate: batches per second that the workers of one can prepare together.
+    """
     hosts: dict[str, subprocess.Popen] = {}
     try:
         for _ in range(count):
             address = f"127.0.0.1:{free_port()}"
-            command = [sys.executable, __file__, address, str(workers)]
+            command = [sys.executable, __file__, address, str(workers), str(workers / rate)]
             hosts[address] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         for host in hosts.values():
             assert "serving" in host.stdout.readline()
@@ -149,32 +154,43 @@ def counters(count: int) -> Sequence[int]:
     return multiprocessing.get_context("forkserver").RawArray("Q", count)
 
 
-def grid(sizes: Sequence[int] = COUNTS) -> dict[tuple[int, int], Traffic]:
-    """Return the traffic of all numbers of data hosts and ranks."""
+def grid(
+    hosts: Sequence[int] = COUNTS,
+    ranks: Sequence[int] = COUNTS,
+    workers: int = WORKERS,
+    rate: float = WORKERS / BATCH_SECONDS,
+) -> dict[tuple[int, int], Traffic]:
+    """Return the traffic of all these numbers of data hosts and ranks.
+
+    workers, rate: of a data host, and the batches per second that they can prepare together.
+    """
     found = {}
-    with data_hosts(max(sizes), WORKERS) as hosts:
-        addresses, servers = [*hosts], [*hosts.values()]
-        for ranks in sizes:
-            counts, port = counters(ranks), free_port()
-            pipes = [multiprocessing.Pipe() for _ in range(ranks)]
-            rows = [(n, ranks, port, theirs, counts) for n, (_, theirs) in enumerate(pipes)]
+    with data_hosts(max(hosts), workers, rate) as started:
+        addresses, servers = [*started], [*started.values()]
+        for world_size in ranks:
+            counts, port = counters(world_size), free_port()
+            pipes = [multiprocessing.Pipe() for _ in range(world_size)]
+            rows = [(n, world_size, port, theirs, counts) for n, (_, theirs) in enumerate(pipes)]
             with children(train, rows) as processes:
-                for count in sizes:
+                clients = [process.pid for process in processes]
+                for count in hosts:
                     before = list(counts)
                     for ours, _ in pipes:
                         ours.send(addresses[:count])
-                    while any(new == old for new, old in zip(counts, before, strict=True)):
-                        assert all(process.is_alive() for process in processes)
-                        time.sleep(0.1)
-                    time.sleep(WARM_UP_SECONDS)
-                    clients = [process.pid for process in processes]
-                    found[count, ranks] = watch(servers[:count], clients, counts, SECONDS)
+                    wait_until_all_grow(counts, before, processes)
+                    time.sleep(WARM_UP_SECONDS + workers / rate)
+                    found[count, world_size] = watch(servers[:count], clients, counts, SECONDS)
     return found
 
 
-def take(
-    address: str, numbers: range, calls: int, pause: float, counts: Sequence[int]
-) -> None:
+def wait_until_all_grow(counts: Sequence[int], before: list[int], processes: list) -> None:
+    """Wait until each client has received some more batches than before, of the last order."""
+    while any(new <= old + 1 for new, old in zip(counts, before, strict=True)):
+        assert all(process.is_alive() for process in processes)
+        time.sleep(0.1)
+
+
+def take(address: str, numbers: range, calls: int, pause: float, counts: Sequence[int]) -> None:
     """Be light clients, each a connection with `calls` threads that take one batch after the other.
 
     pause: seconds between a batch's header and the rest, which waits at the server meanwhile.
@@ -204,7 +220,7 @@ def clients_of_one_server(seconds: float = FROZEN_SECONDS) -> dict[str, Traffic]
 
     What it says of clients is of the 62.
     """
-    with data_hosts(1, MANY_WORKERS) as hosts:
+    with data_hosts(1, MANY_WORKERS, MANY_WORKERS / BATCH_SECONDS) as hosts:
         [(address, server)] = hosts.items()
         counts, others = counters(CLIENTS), counters(2)
         share = CLIENTS // CLIENT_PROCESSES
@@ -213,16 +229,14 @@ def clients_of_one_server(seconds: float = FROZEN_SECONDS) -> dict[str, Traffic]
         slow, frozen = (address, range(1), 1, PAUSE_SECONDS, others), (address, range(1, 2))
         with children(take, rows) as processes:
             clients = [process.pid for process in processes]
-            while not all(counts):
-                time.sleep(0.1)
+            wait_until_all_grow(counts, [0] * CLIENTS, processes)
             alone = watch([server], clients, counts, seconds)
             with children(take, [slow, (*frozen, FROZEN_CALLS, 0.0, others)]) as (_, freezing):
-                while not all(others):
-                    time.sleep(0.1)
+                wait_until_all_grow(others, [0, 0], processes)
                 os.kill(freezing.pid, signal.SIGSTOP)
                 beside = watch([server], clients, counts, seconds)
     return {"62 clients": alone, "and a slow, and a frozen one": beside}
 
 
 if __name__ == "__main__":
-    serve(Asleep(), sys.argv[1], TOKEN, num_workers=int(sys.argv[2]))
+    serve(Asleep(float(sys.argv[3])), sys.argv[1], TOKEN, num_workers=int(sys.argv[2]))

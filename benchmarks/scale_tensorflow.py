@@ -19,6 +19,7 @@ from scale_loader import (
     Traffic,
     children,
     counters,
+    wait_until_all_grow,
     watch,
 )
 
@@ -82,9 +83,7 @@ def grid(sizes: Sequence[int] = COUNTS) -> dict[int, Traffic]:
             target, before = server_pipe.recv(), list(counts)
             for ours, _ in pipes:
                 ours.send((target, f"{workers} workers"))
-            while any(new <= old + 1 for new, old in zip(counts, before, strict=True)):
-                assert all(process.is_alive() for process in [server, *consumers])
-                time.sleep(0.1)
+            wait_until_all_grow(counts, before, [server, *consumers])
             time.sleep(WARM_UP_SECONDS)
             clients = [process.pid for process in consumers]
             found[workers] = watch([server.pid], clients, counts, SECONDS)
