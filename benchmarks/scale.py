@@ -8,6 +8,7 @@ where more than 30 % of its CPU time was taken, a figure is the machine's, and i
 that it reckons: what the networks of AWS's instances carry, and what one server process sends.
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -17,7 +18,14 @@ from statistics import median
 import scale_loader
 import scale_runtime
 import scale_tensorflow
-from scale_loader import BATCH_SECONDS, LARGE_HOSTS, LARGE_WORKERS, WORKERS, Traffic
+from scale_loader import (
+    BATCH_SECONDS,
+    LARGE_HOSTS,
+    LARGE_WORKERS,
+    MOST_OF_MACHINE,
+    WORKERS,
+    Traffic,
+)
 from transfer import OURS, ROOT, WAYS, at_least_two_cores, free_port, measure, write_results
 
 from feed.epoch import MAX_THREADS
@@ -25,7 +33,6 @@ from feed.epoch import MAX_THREADS
 sys.path.append(str(ROOT))
 from shared import prices  # noqa: E402
 
-MOST_OF_MACHINE = 0.3  # of all cores' time: above it, what is measured is the machine
 LEAST_OF_LIMIT, LEAST_BESIDE = 0.9, 0.95  # batches per second; and beside a frozen client
 JOBS = [(hosts, True) for hosts in (2, 4, 8, 16)] + [(hosts, False) for hosts in (16, 64, 256)]
 IMAGE = {"float32": 3 * 224 * 224 * 4, "uint8": 3 * 224 * 224}  # bytes
@@ -150,16 +157,20 @@ def reckon(speeds: dict[str, float]) -> None:
     for name in DATA_HOSTS:
         host = prices.find(f"ml.{name}")
         network = host.network_gbps / 8
-        row = [name, host.vcpus, f"{host.network_gbps:g}"]
-        row += [f"{1e9 * network / size:,.0f}" for size in IMAGE.values()]
-        row += [f"{1e3 * host.vcpus * size / (1e9 * network):.1f}" for size in IMAGE.values()]
-        row += [f"{1e3 * host.vcpus * IMAGE[t] / (1e9 * process[t]):.1f}" for t in IMAGE]
-        rows.append((*row, f"{max(1, network / process['uint8']):.1f}"))
-    print("\nData hosts, and images of 3 x 224 x 224, float32 and uint8:")
-    heads = "ml. | vCPUs | Gbit/s | images/s in the network: float32 | uint8 "
-    heads += "| the network is the limit below CPU ms an image: float32 | uint8 "
-    heads += "| one server process is below: float32 | uint8 | processes that fill the network"
-    table(heads, rows)
+        carried = [network, network, process["float32"], process["uint8"]]
+        sizes = [*IMAGE.values()] * 2
+        limits = [host.vcpus * s / (1e6 * c) for s, c in zip(sizes, carried, strict=True)]
+        processes = math.ceil(network / process["uint8"])
+        row = name, host.vcpus, f"{host.network_gbps:g}", *(f"{ms:.1f}" for ms in limits)
+        rows.append((*row, processes, math.ceil(host.vcpus / MAX_THREADS)))
+    print(
+        "\nData hosts: the limit is no more the cores below so many ms of CPU time for an image of"
+    )
+    print(
+        "3 x 224 x 224. How many server processes fill the network; ranks that keep all cores busy:"
+    )
+    heads = "ml. | vCPUs | Gbit/s | but the network: float32 | uint8 "
+    table(heads + "| or one server process: float32 | uint8 | processes | ranks", rows)
     rows = []
     for name in TRAINING_HOSTS:
         host = prices.find(f"ml.{name}")

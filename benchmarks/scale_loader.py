@@ -33,7 +33,8 @@ from feed.wire import SERVICE, build, fill, messages
 COUNTS = 1, 2, 4, 8  # of data hosts, and of ranks
 WORKERS, BATCH_SECONDS, FLOATS = 4, 0.4, 262_144  # of a data host; of a batch; in a batch: 1 MiB
 LARGE_HOSTS, LARGE_WORKERS = 2, 48  # more workers than a rank may have calls open
-WARM_UP_SECONDS, SECONDS = 2.5, 5.0
+MOST_OF_MACHINE = 0.3  # of all cores' time: above it, what is measured is the machine
+WARM_UP_SECONDS, SECONDS, TIMES = 2.5, 5.0, 2  # watched again while others keep the machine busy
 CLIENTS, CLIENT_PROCESSES, MANY_WORKERS = 62, 2, 24  # light ones, of one server
 PAUSE_SECONDS, FROZEN_SECONDS = 2.0, 25.0  # of the slow one, each batch; longer than keepalive's 20
 FROZEN_CALLS = 16  # batches that the frozen client has asked for, more than sockets hold
@@ -179,7 +180,11 @@ def grid(
                         ours.send(addresses[:count])
                     wait_until_all_grow(counts, before, processes)
                     time.sleep(WARM_UP_SECONDS + workers / rate)
-                    found[count, world_size] = watch(servers[:count], clients, counts, SECONDS)
+                    for _ in range(TIMES):
+                        traffic = watch(servers[:count], clients, counts, SECONDS)
+                        found[count, world_size] = traffic
+                        if traffic.machine <= MOST_OF_MACHINE:
+                            break
     return found
 
 
