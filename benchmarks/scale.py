@@ -91,7 +91,11 @@ def clients() -> tuple[dict, list[str]]:
     """Measure and print a server with many clients; return as `loader` does."""
     limit, found = scale_loader.MANY_WORKERS / BATCH_SECONDS, scale_loader.clients_of_one_server()
     rows = [
-        (who, *cells(traffic, limit), f"{min(traffic.batches)} to {max(traffic.batches)}")
+        (
+            who,
+            *cells(traffic, limit),
+            f"{min(traffic.batches)} to {max(traffic.batches)} in {traffic.seconds:.0f} s",
+        )
         for who, traffic in found.items()
     ]
     print(f"\nOne server, whose workers can prepare {limit:.0f} batches/s; figures of the 62:")
@@ -103,7 +107,10 @@ def clients() -> tuple[dict, list[str]]:
 
 def runtime() -> dict:
     """Measure and print the runtime."""
-    found = {job: scale_runtime.measure(*job, free_port()) for job in JOBS}
+    found = {
+        job: scale_loader.quietly(lambda job=job: scale_runtime.measure(*job, free_port()))
+        for job in JOBS
+    }
     rows = []
     for (hosts, real), job in found.items():
         row = hosts, "processes" if real else "in one process"

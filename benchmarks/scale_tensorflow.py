@@ -13,12 +13,12 @@ from multiprocessing.connection import Connection
 from scale_loader import (
     BATCH_SECONDS,
     FLOATS,
-    SECONDS,
     WARM_UP_SECONDS,
     WORKERS,
     Traffic,
     children,
     counters,
+    quietly,
     wait_until_all_grow,
     watch,
 )
@@ -86,5 +86,5 @@ def grid(sizes: Sequence[int] = COUNTS) -> dict[int, Traffic]:
             wait_until_all_grow(counts, before, [server, *consumers])
             time.sleep(WARM_UP_SECONDS)
             clients = [process.pid for process in consumers]
-            found[workers] = watch([server.pid], clients, counts, SECONDS)
+            found[workers] = quietly(lambda of=clients: watch([server.pid], of, counts))
     return found
