@@ -1,6 +1,6 @@
 """How it grows: what hosts and ranks cost when they become more, and where the next limit is.
 
-    python benchmarks/scale.py          about eight minutes
+    python benchmarks/scale.py          eight to twelve minutes
 
 Measures the loader (scale_loader.py), the runtime (scale_runtime.py) and TensorFlow's service
 (scale_tensorflow.py) with real processes and real sockets, as far as a small machine carries them:
