@@ -32,6 +32,7 @@ bench: $(environment) build/bench/packages/.ready ## measure on this machine, be
 	$(python) benchmarks/transfer.py || missed=1; \
 	$(python) benchmarks/step.py || missed=1; \
 	$(python) benchmarks/spare_cores.py || missed=1; \
+	$(python) benchmarks/scale.py || missed=1; \
 	$(python) benchmarks/distribution.py || missed=1; \
 	PYTHONPATH=build/bench/packages $(python) benchmarks/pipeline.py || missed=1; \
 	$(python) benchmarks/cluster.py 1 || missed=1; \
