@@ -230,9 +230,9 @@ ENDINGS = {
     ),
     "a rank hangs": Ending(
         "Failed", rf"On {DNN}, rank \d of train_dnn.py exited with status 1: RuntimeError: .*"
-        rf" Still running: rank 1 on {DNN}\.", 60,
-        lambda job: job.rank(1).suspend(), slow=True,
-        settings={"changes": {"parallel.py": TIMEOUT_SOONER}},
+        rf" Still running: rank 3 on {DNN}\.", 60,
+        lambda job: job.rank(3).suspend(), slow=True,
+        settings={"changes": {"parallel.py": TIMEOUT_SOONER}, **TWO_EACH},
     ),
     "a data server crashes once": Ending(
         "Completed", "", 15, lambda job: (

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import boto3
 import pytest
+import torch
 
 from jobs import READ_CONFIG, Jobs
 from shared import monitoring
@@ -83,7 +84,8 @@ def test_hosts_that_are_well(jobs: Jobs):
     job = jobs.wait(start(jobs, groups=groups))
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     assert row(job, "instance type") == ["ml.c6i.4xlarge", "ml.g5.xlarge", "ml.g5.xlarge"]
-    assert row(job, "sees") == ["0 GPUs, no CUDA"] * 3
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    assert row(job, "sees") == [f"0 GPUs, {cuda}"] * 3
     assert all(cell.startswith("PyTorch 2.") for cell in row(job, "framework"))
     assert row(job, "ports reached") == ["8 of 8"] * 3
     data_host = row(job, "host")[0]
@@ -102,9 +104,9 @@ def test_one_host_without_a_group_of_its_own(jobs: Jobs):
     assert row(job, "all-reduce") == ["gloo, alone: works"]
 
 
-@pytest.mark.parametrize("torch", ["raise ImportError('no libcudart.so.13')", "print('{}')[0]"])
-def test_a_framework_that_does_not_load(jobs: Jobs, torch: str):
-    broken = f'pathlib.Path("torch.py").write_text({torch!r})'
+@pytest.mark.parametrize("text", ["raise ImportError('no libcudart.so.13')", "print('{}')[0]"])
+def test_a_framework_that_does_not_load(jobs: Jobs, text: str):
+    broken = f'pathlib.Path("torch.py").write_text({text!r})'
     job = jobs.wait(start(jobs, groups=None, environment={}, before=broken))
     assert job["TrainingJobStatus"] == "Failed"
     [sentence] = failures(job)
@@ -129,7 +131,7 @@ if group == "data_group":
 def test_what_is_wrong_with_a_host_itself(jobs: Jobs):
     """All at once. A sum over a network interface that is not there fails too.
 
-    The data host's PyTorch is one with CUDA, which the driver is too old for.
+    The data host's PyTorch is one with CUDA, which the driver is too old for; the other's has none.
     """
     wrong_interface = replace('config["network_interface_name"]', '"eth7"', "dnn_group")
     smi = f"""
@@ -137,6 +139,7 @@ pathlib.Path("nvidia-smi").write_text({NVIDIA_SMI.lstrip()!r})
 os.chmod("nvidia-smi", 0o755)
 """
     cuda = replace("torch.version.cuda", "'13.0'", "data_group")
+    cuda += replace("torch.version.cuda", "None", "dnn_group")
     command = "python before.py; PATH=$PWD:$PATH exec python preflight.py"
     text = changed(SHM_MIB=1 << 30, COMPATIBILITY=Path("/proc"))
     name = start(jobs, text, before=smi + cuda + wrong_interface + TAKE_PORT, command=command)

@@ -23,7 +23,7 @@ def test_devcontainer_is_ready_when_the_environment_is():
     assert int(version[1]) in (11, 12, 13)
     make, target = container["postCreateCommand"].split()
     assert make == "make"
-    plan = ["make", "--dry-run", "--always-make"]
+    plan = ["make", "--no-print-directory", "--dry-run", "--always-make"]
     [needed, demo] = [
         subprocess.check_output([*plan, name], cwd=ROOT, text=True) for name in (target, "demo")
     ]
