@@ -93,6 +93,8 @@ install_packages() {
     touch "$unfinished"
     rm -f "$missing"
     "$uv" pip install $torch -r requirements.txt || install_one_by_one || return 1
+    # Compiled now, or the first notebook would show what Python warns of in it.
+    "$python" -m compileall -q -j 0 "$(echo .venv/lib/python*/site-packages)/sagemaker"
     rm "$unfinished"
 }
 
