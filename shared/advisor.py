@@ -262,15 +262,18 @@ def _html(advice: Advice) -> str:
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in advice.reasons)
     inputs = pd.DataFrame({"": list(advice.inputs), FORMULA: list(advice.inputs.values())})
     tables = [inputs, *map(_printed, _tables(advice))]
-    style = '<div class="advice"><style>.advice :is(th, td) {text-align: left !important}</style>'
-    return "\n".join(
+    # In the tags themselves, since JupyterLab leaves out style sheets and sets tables to the right.
+    to_the_left = ((f"<{tag}>", f'<{tag} style="text-align: left">') for tag in ("th", "td"))
+    html = "\n".join(
         [
-            f"{style}<p><b>{escape(_headline(advice))}</b></p><ul>{reasons}</ul>",
+            f"<p><b>{escape(_headline(advice))}</b></p><ul>{reasons}</ul>",
             *(table.to_html(index=False, border=0) for table in tables),
             *(f"{escape(note)}<br>" for note in _notes(advice)),
-            "</div>",
         ]
     )
+    for tag, styled in to_the_left:
+        html = html.replace(tag, styled)
+    return html
 
 
 def _headline(advice: Advice) -> str:

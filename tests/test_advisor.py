@@ -1,5 +1,6 @@
 """The advisor: by hand, against both tables that AWS published, and on jobs that really ran."""
 
+import html
 import json
 import math
 import os
@@ -524,3 +525,13 @@ def test_unknown_and_running_jobs_are_clear_sentences(jobs, capsys):
     assert f"{name!r} is InProgress" in refusal(capsys, f"--job {name}")
     boto3.client("sagemaker").stop_training_job(TrainingJobName=name)
     jobs.wait(name)
+
+
+def test_a_notebook_shows_what_the_command_prints():
+    advice = advisor.advise(Measured("ml.p4d.24xlarge", 192, accelerator_ms=80))
+    shown = re.sub(r"<[^>]*>", " ", advice._repr_html_())
+    words = " ".join(html.unescape(shown).split())
+    for line in [*advice.reasons, *advice.inputs.values(), advice.recommended]:
+        assert " ".join(line.split()) in words
+    for row in advisor.as_text(advice).split("\n\n")[-2].splitlines()[3:]:
+        assert all(cell in words for cell in row.split())
