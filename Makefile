@@ -3,8 +3,8 @@
 
 python := .venv/bin/python
 environment := .venv/.ready
-quick := $(addprefix tests/test_,$(addsuffix .py,commands costs links measured monitoring permissions \
-	pictures pipeline prices requests served snippets workflows))
+quick := $(addprefix tests/test_,$(addsuffix .py,commands links monitoring permissions pictures prices \
+	served snippets workflows))
 
 .PHONY: help demo test quick containers aws bench soak lab lint clean
 

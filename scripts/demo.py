@@ -126,7 +126,9 @@ def main() -> int:
         print(f"\n{path.relative_to(ROOT)}", flush=True)
         needed = NEEDED.get(path.parent.name, [])
         if absent := [name for name in needed if not importlib.util.find_spec(name)]:
-            print(f"left out: the set-up could not install {' and '.join(absent)}", flush=True)
+            print(
+                f"left out: {' and '.join(absent)} not installed, see build/setup.log", flush=True
+            )
             continue
         notebook = nbformat.read(path, as_version=4)
         try:

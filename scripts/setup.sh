@@ -145,7 +145,8 @@ step "packages of requirements.txt" install_packages
 step "SageMaker training toolkit" install_toolkit
 step "SageMaker SDK v2" install_sdk_v2
 if [ -e "$missing" ]; then
-    echo "These packages could not be had (more in $log); what does not need them runs:" >&2
+    echo "These packages could not be had (more in $log); the same command tries again," \
+        "and what does not need them runs:" >&2
     cat "$missing" >&2
 else
     touch .venv/.ready

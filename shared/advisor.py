@@ -16,6 +16,7 @@ think of preprocessing on the GPU (NVIDIA DALI).
 
 import argparse
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -262,8 +263,6 @@ def _html(advice: Advice) -> str:
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in advice.reasons)
     inputs = pd.DataFrame({"": list(advice.inputs), FORMULA: list(advice.inputs.values())})
     tables = [inputs, *map(_printed, _tables(advice))]
-    # In the tags themselves, since JupyterLab leaves out style sheets and sets tables to the right.
-    to_the_left = ((f"<{tag}>", f'<{tag} style="text-align: left">') for tag in ("th", "td"))
     html = "\n".join(
         [
             f"<p><b>{escape(_headline(advice))}</b></p><ul>{reasons}</ul>",
@@ -271,9 +270,8 @@ def _html(advice: Advice) -> str:
             *(f"{escape(note)}<br>" for note in _notes(advice)),
         ]
     )
-    for tag, styled in to_the_left:
-        html = html.replace(tag, styled)
-    return html
+    # In the tags themselves, since JupyterLab leaves out style sheets and sets tables to the right.
+    return re.sub("<(th|td)>", r'<\1 style="text-align: left">', html)
 
 
 def _headline(advice: Advice) -> str:

@@ -6,9 +6,20 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import nbformat
+
 # Importing these takes a kernel ten seconds: here they are imported once, and each run is a fork.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["matplotlib.pyplot", "moto", "pandas", "sagemaker.train", "torch"])
+
+
+def cells_that_ask(notebook: Path) -> list[str]:
+    """The notebook's code cells, but for those that need the results of its jobs."""
+    return [
+        cell.source
+        for cell in nbformat.read(notebook, as_version=4).cells
+        if cell.cell_type == "code" and "results" not in cell.metadata.get("tags", [])
+    ]
 
 
 def run_cells(folder: Path, cells: list[str]) -> object:

@@ -7,11 +7,10 @@ kernel refuse what the policy does not allow, and test_workshop.py calls the res
 import json
 import re
 
-import nbformat
 import pytest
 from botocore.exceptions import ClientError
 
-from notebooks import run_cells
+from notebooks import cells_that_ask, run_cells
 from permissions import (
     ACCOUNT,
     TOLERATED,
@@ -39,12 +38,9 @@ allowed, absent = permissions.enforce(permissions.managed_policy("AmazonSageMake
 def test_on_aws_the_first_cell_finds_the_role_with_the_policy_alone(monkeypatch):
     """With a caller that has assumed a role, in moto's AWS; all other cells are run by nbval."""
     monkeypatch.setenv("SAGEMAKER_TARGET", "aws")
-    cells = [
-        cell.source
-        for cell in nbformat.read(HELLO, as_version=4).cells
-        if cell.cell_type == "code" and "results" not in cell.metadata.get("tags", [])
-    ]
-    allowed, absent = run_cells(HELLO.parent, [MOTO, ENFORCE, *cells, "result = allowed, absent"])
+    allowed, absent = run_cells(
+        HELLO.parent, [MOTO, ENFORCE, *cells_that_ask(HELLO), "result = allowed, absent"]
+    )
     assert absent == TOLERATED and "CreateTrainingJob" in allowed
 
 

@@ -21,7 +21,7 @@ from moto.core import DEFAULT_ACCOUNT_ID
 from moto.sagemaker.models import sagemaker_backends
 
 from jobs import request
-from notebooks import run_cells
+from notebooks import cells_that_ask, run_cells
 from shared import monitoring
 
 ROOT = Path(__file__).parent.parent
@@ -67,11 +67,7 @@ def requests_of(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("SAGEMAKER_TARGET", target)
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
-    cells = [
-        cell.source
-        for cell in nbformat.read(notebook, as_version=4).cells
-        if cell.cell_type == "code" and "results" not in cell.metadata.get("tags", [])
-    ]
+    cells = cells_that_ask(notebook)
     for old, new in LESS_DATA.items():
         cells = [cell.replace(old, new) for cell in cells]
     result = run_cells(notebook.parent, [MOTO, *cells, "result = json.dumps(requests)"])

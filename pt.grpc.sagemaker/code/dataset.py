@@ -12,7 +12,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -142,18 +141,18 @@ class SyntheticLoader:
         return itertools.repeat(self.batch, self.length)
 
 
-def milliseconds_per_sample(dataset: Dataset, batches: int = 8) -> float:
+def milliseconds_per_sample(dataset: Dataset, samples: int = 128) -> float:
     """Measure the CPU time of one sample of `dataset`, collated into a batch, on one core.
 
-    It is the median of some batches of 32. CPU time, so that neighbours on the core don't count.
-    The process's random numbers and thread count are left as they were.
+    CPU time, so that neighbours on the core don't count. The process's random numbers and thread
+    count are left as they were.
     """
-    threads, seconds = torch.get_num_threads(), []
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
-        for batch in range(batches + 1):
+        for size in (8, samples):  # the first batch warms up
             start = time.thread_time()
-            default_collate([dataset[(32 * batch + i) % len(dataset)] for i in range(32)])
-            seconds.append(time.thread_time() - start)
+            default_collate([dataset[i % len(dataset)] for i in range(size)])
+            seconds = time.thread_time() - start
     torch.set_num_threads(threads)
-    return 1000 * median(seconds[1:]) / 32  # the first batch warms up
+    return 1000 * seconds / samples

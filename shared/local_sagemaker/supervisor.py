@@ -17,6 +17,7 @@ SageMaker's rules, as far as they show from inside a container:
 """
 
 import ctypes
+import errno
 import io
 import json
 import os
@@ -246,6 +247,8 @@ def main() -> None:
             while ended and kernel.next_line() != b"quit":
                 continue  # the kernel is collecting the job's files
     except OSError as error:  # a full disk: the kernel reads why from the exit status
+        if error.errno != errno.ENOSPC:
+            raise
         sys.exit(error.errno)
     finally:
         for host in plan["hosts"]:
