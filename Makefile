@@ -3,8 +3,8 @@
 
 python := .venv/bin/python
 environment := .venv/.ready
-quick := $(addprefix tests/test_,$(addsuffix .py,commands links monitoring permissions pictures prices \
-	served snippets workflows))
+quick := $(foreach name,commands links monitoring permissions pictures prices served snippets workflows, \
+	$(wildcard tests/*/test_$(name).py))
 
 .PHONY: help demo test quick containers aws bench soak lab lint clean
 
@@ -45,7 +45,7 @@ build/bench/packages/.ready: benchmarks/requirements.txt
 
 soak: $(environment) ## let random things happen to 50 training jobs and to the loader: half an hour and more
 	@$(python) tests/soak.py 0 50
-	@SOAK=1 $(python) -m pytest tests/test_feed_hosts.py tests/test_feed_servers.py
+	@SOAK=1 $(python) -m pytest $(addprefix tests/pt.grpc.sagemaker/test_feed_,hosts.py servers.py)
 
 lab: $(environment) ## open JupyterLab on the environment
 	@$(python) -m jupyterlab

@@ -106,9 +106,9 @@ def execution_role() -> str:
 def planned() -> list[tuple[str, dict[str, int]]]:
     """List the jobs that the notebooks will start: name and instances by type.
 
-    tests/requests/ has what the notebooks ask of AWS, and tests/test_requests.py keeps it so.
+    tests/notebooks/requests/ has what the notebooks ask of AWS, and test_requests.py keeps it so.
     """
-    jobs, folder = [], ROOT / "tests" / "requests"
+    jobs, folder = [], ROOT / "tests" / "notebooks" / "requests"
     for path in NOTEBOOKS:
         file = folder / f"{path.stem}.{TARGET}.json"
         if not file.exists():  # hello world asks for the same wherever it runs

@@ -9,7 +9,6 @@ must come of it.
 
 import json
 import re
-import struct
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ import psutil
 from sagemaker.core.training.configs import InputData
 
 from jobs import Jobs, texts_in
+from mnist import idx
 
 CODE = Path(__file__).parent.parent / "pt.grpc.sagemaker" / "code"
 GROUPS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
@@ -43,11 +43,9 @@ def upload_images(bucket: str = BUCKET, count: int = IMAGES) -> str:
     """Put images of noise in MNIST's format into a bucket; return where."""
     s3, random = boto3.client("s3"), np.random.default_rng(0)
     s3.create_bucket(Bucket=bucket)
-    files = {"images-idx3": ((count, 28, 28), 256), "labels-idx1": ((count,), 10)}
-    for name, (shape, most) in files.items():
-        header = struct.pack(f">I{len(shape)}I", 0x0800 + len(shape), *shape)
-        body = header + random.integers(0, most, shape).astype(np.uint8).tobytes()
-        s3.put_object(Bucket=bucket, Key=f"mnist/train-{name}-ubyte", Body=body)
+    images, labels = random.integers(0, 256, (count, 28, 28)), random.integers(0, 10, count)
+    for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+        s3.put_object(Bucket=bucket, Key=f"mnist/train-{name}-ubyte", Body=idx(array))
     return f"s3://{bucket}/mnist"
 
 

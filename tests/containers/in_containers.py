@@ -24,8 +24,7 @@ from sagemaker.core.training.configs import InputData
 from endings import upload_images
 from images import write_records
 from jobs import TWO_GROUPS, Jobs, texts_in
-from shared import local_sagemaker
-from test_readme import (
+from pages import (
     EXAMPLE,
     LAUNCHER,
     TENSORFLOW,
@@ -34,8 +33,9 @@ from test_readme import (
     TF_V2,
     TOY_SCRIPTS,
     V2,
-    request_of_sdk_v2,
 )
+from sdk_v2 import request_of_sdk_v2
+from shared import local_sagemaker
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

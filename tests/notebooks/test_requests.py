@@ -1,9 +1,10 @@
 """What the notebooks ask of AWS: run with moto in AWS's place and no cluster, request by request.
 
-Compared with the stored requests in tests/requests/. To store new ones after a change that is
-meant, and to read their diff:
+Compared with the stored requests in tests/notebooks/requests/. To store new ones after a change
+that is meant, and to read their diff:
 
-    STORE_REQUESTS=1 .venv/bin/python -m pytest tests/test_requests.py; git diff tests/requests
+    STORE_REQUESTS=1 .venv/bin/python -m pytest tests/notebooks/test_requests.py
+    git diff tests/notebooks/requests
 """
 
 import json
@@ -20,11 +21,11 @@ from moto import mock_aws
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.sagemaker.models import sagemaker_backends
 
+from cells import cells_that_ask, run_cells
 from jobs import request
-from notebooks import cells_that_ask, run_cells
 from shared import monitoring
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STORED = Path(__file__).parent / "requests"
 
 # What is asked of AWS does not depend on it, and it takes time to make.

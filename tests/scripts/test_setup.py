@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CACHE = os.environ.get("UV_CACHE_DIR", Path.home() / ".cache" / "uv")
 
 

@@ -18,10 +18,11 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-CODE = Path(__file__).parents[1] / "pt.grpc.sagemaker" / "code"
+CODE = Path(__file__).parents[2] / "pt.grpc.sagemaker" / "code"
 sys.path.insert(0, str(CODE))
 
 from dataset import MEAN, STD, MnistDataset, milliseconds_per_sample  # noqa: E402
+from mnist import idx  # noqa: E402
 
 STEP_LINE = re.compile(
     r"^step=(\d+) epoch=(\d+) loss=([\d.]+) step_time_ms=([\d.]+) data_wait_ms=([\d.]+) "
@@ -33,11 +34,6 @@ STEPS_PER_EPOCH = 40  # the last batch is smaller
 TOTAL_STEPS = EPOCHS * STEPS_PER_EPOCH
 TRAINING = ["--model", "mnist", "--batch-size", str(BATCH_SIZE), "--epochs", str(EPOCHS)]
 TRAINING += ["--seed", "7", "--log-every", "10"]
-
-
-def write_idx(path: Path, array: np.ndarray) -> None:
-    header = struct.pack(f">I{array.ndim}I", 0x0800 + array.ndim, *array.shape)
-    path.write_bytes(header + array.astype(np.uint8).tobytes())
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +50,8 @@ def digits(tmp_path_factory) -> Path:
             place = 14 + random.integers(-3, 4, 2)
             ImageDraw.Draw(canvas).text(tuple(place), str(label), fill=255, font=font, anchor="mm")
             image[:] = np.asarray(canvas)
-        write_idx(folder / f"{prefix}-images-idx3-ubyte", images)
-        write_idx(folder / f"{prefix}-labels-idx1-ubyte", labels)
+        (folder / f"{prefix}-images-idx3-ubyte").write_bytes(idx(images))
+        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(labels))
     for path in folder.glob("t10k-*"):
         path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
@@ -131,8 +127,8 @@ def test_plain_and_gzipped_files_hold_the_images_written(digits):
     ],
 )
 def test_damaged_files_are_named(tmp_path, name, content, message):
-    write_idx(tmp_path / "train-images-idx3-ubyte", np.zeros((2, 28, 28)))
-    write_idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(2))
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(np.zeros((2, 28, 28))))
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(2)))
     assert len(MnistDataset(tmp_path)) == 2
     path = tmp_path / f"train-{name}-ubyte"
     if content is None:

@@ -21,7 +21,7 @@ from images import encode, image, write_records
 from jobs import Jobs, read_s3
 from shared import monitoring
 
-CODE = Path(__file__).parents[1] / "tf.data.service.sagemaker" / "code"
+CODE = Path(__file__).parents[2] / "tf.data.service.sagemaker" / "code"
 FILES, RECORDS, BUCKET = 48, 10, "records"
 HYPERPARAMETERS = {"model": "small", "batch-size": 8, "log-every": 1, "max-steps": 100_000}
 ONE_AND_ONE = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)}

@@ -2,6 +2,7 @@
 
 import psutil
 import pytest
+from test_feed_hosts import expected, steady_keys  # noqa: F401  (a fixture)
 
 from data_hosts import (
     BIG,
@@ -15,7 +16,6 @@ from data_hosts import (
     wait_until,
 )
 from feed.wire import DatasetError
-from test_feed_hosts import expected, steady_keys  # noqa: F401  (a fixture)
 
 BATCHES = [[i] for i in range(100)]
 

@@ -30,7 +30,7 @@ from jobs import request
 from scripts import aws, results, started_jobs
 from shared import prices
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ACCOUNT, BUCKET = "123456789012", "outputs-of-jobs"
 # Some of the SDK's clients name AWS's own addresses, whatever AWS_ENDPOINT_URL says.
 NOTHING_GOES_OUT = """
@@ -95,10 +95,11 @@ class Repository:
             shutil.copy(script, folder / "scripts")
         (folder / "shared").symlink_to(ROOT / "shared")
         (folder / "results").mkdir()
-        (folder / "tests" / "requests").mkdir(parents=True)
+        requests = Path("tests", "notebooks", "requests")
+        (folder / requests).mkdir(parents=True)
         for path in aws.NOTEBOOKS:
-            stored = ROOT / "tests" / "requests" / "hetero-pytorch-mnist.aws-small.json"
-            shutil.copy(stored, folder / "tests" / "requests" / f"{path.stem}.aws-small.json")
+            stored = ROOT / requests / "hetero-pytorch-mnist.aws-small.json"
+            shutil.copy(stored, folder / requests / f"{path.stem}.aws-small.json")
             self.notebook(path)
         (folder / "sitecustomize.py").write_text(NOTHING_GOES_OUT)
         others = ("AWS_", "IPYTHONDIR")  # whose start-up file is for this repository's notebooks
@@ -475,7 +476,7 @@ def test_it_starts_only_for_somebody_who_says_yes(refusal, monkeypatch: pytest.M
 
 
 def test_the_plan_is_what_the_notebooks_ask_for():
-    """As far as tests/requests/ is, which test_requests.py compares with them."""
+    """As far as tests/notebooks/requests/ is, which test_requests.py compares with them."""
     assert sorted(aws.NOTEBOOKS) == sorted(ROOT.glob("*.sagemaker/*.ipynb"))
     names = [name for name, _ in aws.planned()]
     assert len(names) == len(set(names)) >= 8

@@ -7,7 +7,7 @@ import pytest
 from jobs import Jobs
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-CODE = Path(__file__).parent.parent / "hello.world.sagemaker" / "code"
+CODE = Path(__file__).parents[2] / "hello.world.sagemaker" / "code"
 GROUPS = {"group_1": ("ml.c5.xlarge", 1), "group_2": ("ml.m5.xlarge", 1)}
 # The toolkit that is installed here, less what 5.0.0 has not.
 OLDER = """

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image, ImageFilter
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tf.data.service.sagemaker" / "code"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tf.data.service.sagemaker" / "code"))
 
 import pipeline  # noqa: E402
 from images import encode, image, write_records  # noqa: E402

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ADVISOR = "shared.advisor --instance ml.p4d.24xlarge --step-ms 192 --accelerator-ms 80"
 
 

@@ -1,7 +1,6 @@
 """The lines that README files and docs/ tell people to copy, run as they stand."""
 
 import difflib
-import json
 import os
 import re
 import shutil
@@ -18,50 +17,31 @@ from sagemaker.core.training.configs import InputData
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from jobs import Jobs, texts_in
-from test_training import write_idx
-
-pytestmark = pytest.mark.usefixtures("nothing_is_left")
-ROOT = Path(__file__).parent.parent
-EXAMPLE, TENSORFLOW = ROOT / "pt.grpc.sagemaker", ROOT / "tf.data.service.sagemaker"
-
-
-MARK = "# needs AWS"  # in what cannot be run here
-
-
-def blocks_of(folder: Path, language: str, section: str = "", page: str = "README.md") -> list[str]:
-    """What a folder's README or other page, or a section of it, has in a language for us to run."""
-    text = (folder / page).read_text()
-    if section:
-        text = re.split(r"\n##+ ", text.split(f" {section}\n")[1])[0]
-    found = re.findall(rf"```{language}\n(.*?)```", text, re.S)
-    return [block for block in found if MARK not in block]
-
-
-[LOCAL] = blocks_of(ROOT / "docs", "python", page="files.md")
-[MEASURED] = blocks_of(ROOT, "python")
-LAUNCHER, TORCHRUN, V3, V2 = blocks_of(EXAMPLE, "python", "Your own training script")
-SERVE, RESUME = blocks_of(EXAMPLE, "python", "The loader in your own project")
-[DIFF] = blocks_of(ROOT, "diff")
-BEFORE, AFTER = ((EXAMPLE / name).read_text() for name in ("before.py", "after.py"))
-*TF_FILES, TF_RANKS, TF_V2 = blocks_of(TENSORFLOW, "python")
-RUN = [
+from mnist import idx
+from pages import (
+    AFTER,
+    BEFORE,
+    DIFF,
+    EXAMPLE,
+    LAUNCHER,
     LOCAL,
     MEASURED,
-    LAUNCHER,
-    TORCHRUN,
-    V3,
-    V2,
-    SERVE,
     RESUME,
-    *TF_FILES,
+    ROOT,
+    SERVE,
+    TENSORFLOW,
+    TF_FILES,
     TF_RANKS,
+    TF_TRAINING,
     TF_V2,
-]  # by the tests below
-SDK_V2 = Path(sys.prefix) / "sdk-v2"  # put there by scripts/setup.sh
-TOY_SCRIPTS = {
-    "serve.py": "import time\nprint('serving', flush=True)\ntime.sleep(100)",
-    "train.py": "import sys\nprint('training with', *sys.argv[2:])",
-}
+    TORCHRUN,
+    TOY_SCRIPTS,
+    V2,
+    V3,
+)
+from sdk_v2 import request_of_sdk_v2
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.fixture
@@ -97,8 +77,8 @@ def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
     """A training script moved over, before.py to after.py: its losses stay what they were."""
     assert count_lines(LAUNCHER, SERVE) < 16
     images = np.random.default_rng(0).integers(0, 256, (640, 28, 28))
-    write_idx(tmp_path / "train-images-idx3-ubyte", images)
-    write_idx(tmp_path / "train-labels-idx1-ubyte", images[:, 0, 0] % 10)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(images))
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(images[:, 0, 0] % 10))
     before = subprocess.check_output(
         [sys.executable, EXAMPLE / "before.py"],
         env={
@@ -182,46 +162,11 @@ def test_lines_for_sdk_v3(jobs: Jobs, project: Path):
     assert log.count("serving") == 2
 
 
-RECORD_V2 = """
-import json, sys
-import boto3, moto
-from botocore.client import BaseClient
-
-requests, make_api_call = [], BaseClient._make_api_call
-
-def record(client, operation, arguments):
-    if operation == "CreateTrainingJob":
-        requests.append(arguments)
-    return make_api_call(client, operation, arguments)
-
-BaseClient._make_api_call = record
-names = {"role": "arn:aws:iam::123456789012:role/any", "image": "any:1", "data": "s3://any/data"}
-with moto.mock_aws():
-    exec(compile(open(sys.argv[1]).read(), "README.md", "exec"), names)
-    hyperparameters = requests[0]["HyperParameters"]
-    bucket, key = json.loads(hyperparameters["sagemaker_submit_directory"])[5:].split("/", 1)
-    boto3.client("s3").download_file(bucket, key, "sourcedir.tar.gz")
-json.dump(requests, open("requests.json", "w"))
-"""
 # The toolkit waits until the hosts' names resolve, which they do on AWS only.
 TOOLKIT = (
     "import socket; socket.gethostbyname = lambda host: host; "
     "from sagemaker_training.cli.train import main; main()"
 )
-
-
-def request_of_sdk_v2(lines: str) -> dict:
-    """What lines that use SDK v2 ask SageMaker for; their source archive is fetched, too."""
-    Path("lines.py").write_text(lines)
-    subprocess.run(
-        [sys.executable, "-c", RECORD_V2, "lines.py"],
-        env={**os.environ, "PYTHONPATH": str(SDK_V2), "AWS_DEFAULT_REGION": "us-east-1",
-             "AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"},
-        check=True,
-        timeout=120,
-    )  # fmt: skip
-    [request] = json.loads(Path("requests.json").read_text())
-    return request
 
 
 def test_sdk_v2_with_a_checkpoint_path(project: Path, capfd: pytest.CaptureFixture):
@@ -256,31 +201,6 @@ def test_lines_for_sdk_v2(jobs: Jobs, project: Path):
     log = jobs.log(name)
     assert log.count("training with --epochs 3") == 1
     assert log.count("serving") == 2
-
-
-# A reader's pipeline, which says where it was run, and a training step that prints it. It is so
-# quick that all steps might be over before a second data host is up: until then it takes longer.
-TF_TRAINING = """
-import json, time
-import tensorflow as tf
-
-hosts = set()
-
-def make_dataset(pattern, batch_size):
-    files = tf.data.Dataset.list_files(pattern)
-    dataset = files.interleave(tf.data.TFRecordDataset)
-    dataset = dataset.map(lambda r: (r, tf.io.read_file("../../config/resourceconfig.json")))
-    return dataset.batch(batch_size)
-
-def train_step(batch):
-    records, configs = batch
-    config = json.loads(configs[0].numpy())
-    where = config["current_group_name"], config["current_host"]
-    print("batch", *where, *records.numpy(), flush=True)  # whole lines, on several ranks too
-    hosts.add(where)
-    if len(hosts) == 1:
-        time.sleep(0.05)
-"""
 
 
 def run_tensorflow(jobs: Jobs, folder: Path, launcher: str, steps: int = 1000) -> list[str]:

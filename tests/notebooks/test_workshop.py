@@ -15,13 +15,12 @@ import pytest
 from nbclient import NotebookClient
 
 import permissions
+from pages import SOLUTIONS
 from shared import workshop
 
 pytestmark = pytest.mark.timeout(900)  # six jobs, in the first test that asks for the lab
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb"
-TEXT = (ROOT / "workshop.md").read_text()
-SOLUTIONS = re.findall(r"<details>.*?```python\n(.*?)```.*?</details>", TEXT, re.S)
 CELLS = nbformat.read(NOTEBOOK, as_version=4).cells
 EXERCISES = [cell.source for cell in CELLS if "exercise" in cell.metadata.get("tags", [])]
 SMALLER = {

@@ -1,8 +1,8 @@
 """Every command and every piece of Python in README files, docs/ and workshop.md is tested.
 
 Commands that need neither an account nor much time run here; the others are marked `# needs AWS`,
-or named below with the reason. Python is run by tests/test_readme.py, tests/test_frameworks.py and
-tests/test_workshop.py.
+or named below with the reason. Python is run by test_readme.py, test_frameworks.py and
+test_workshop.py.
 """
 
 import ast
@@ -15,12 +15,8 @@ from pathlib import Path
 
 import pytest
 
-import test_frameworks
-import test_readme
-import test_workshop
+from pages import MARK, PYTHON, ROOT
 from shared import advisor
-from test_links import ROOT
-from test_readme import MARK
 
 PAGES = [
     page
@@ -33,7 +29,6 @@ PAGES = [
     if not re.search(r"(^|/)(\.|build/)", str(page.relative_to(ROOT)))  # .venv, and what make makes
 ]
 NO_CODE = ("text", "diff", "mermaid")
-PYTHON = {*test_frameworks.LINES, *test_readme.RUN, *test_workshop.SOLUTIONS}
 NAMED = {
     "make demo": "runs the notebooks, which these tests run too",
     "make test": "runs these tests",

@@ -17,7 +17,7 @@ from sagemaker.core import image_uris
 from shared import costs, prices
 from shared.jobs import instances_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "docs" / "images.md").read_text()
 AS_FOUND_ON = re.search(r"As found on (\S+),", SECTION)[1]
 REGIONS = sorted(set(re.findall(r"\b[a-z]{2}-[a-z]+-\d\b", SECTION.split("**Regions:**")[1])))
@@ -38,9 +38,9 @@ def snapshot_only(monkeypatch, tmp_path):
 
 
 def requests(name: str, target: str) -> list[dict]:
-    """What a run of the notebook asks of AWS (tests/test_requests.py compares that with these)."""
+    """What a run of the notebook asks of AWS (test_requests.py compares that with these)."""
     suffix = target.replace("both", "aws")
-    path = ROOT / "tests" / "requests" / f"{NOTEBOOKS[name].stem}.{suffix}.json"
+    path = ROOT / "tests" / "notebooks" / "requests" / f"{NOTEBOOKS[name].stem}.{suffix}.json"
     asked = json.loads(path.read_text())
     checks = [request for request in asked if request["TrainingJobName"].startswith("preflight")]
     return checks if name == "its preflight" else [r for r in asked if r not in checks]
@@ -95,7 +95,7 @@ def test_images_are_patched(name: str, target: str):
     assert date.fromisoformat(until) > date.fromisoformat(AS_FOUND_ON)
 
 
-STORED = sorted((ROOT / "tests" / "requests").glob("*.json"))
+STORED = sorted((ROOT / "tests" / "notebooks" / "requests").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)

@@ -11,7 +11,7 @@ from jobs import READ_CONFIG, Jobs
 from shared import monitoring
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-CODE = Path(__file__).parent.parent / "hello.world.sagemaker" / "code"
+CODE = Path(__file__).parents[2] / "hello.world.sagemaker" / "code"
 PREFLIGHT = (CODE / "preflight.py").read_text()
 GROUPS = {"data_group": ("ml.c6i.4xlarge", 1), "dnn_group": ("ml.g5.xlarge", 1)}
 SECURITY_GROUP = "the job's security group must allow all traffic from itself."

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from test_training import CODE, STEP_LINE, run, start, torchrun, train
 
 import endings
 from jobs import Jobs, archive
-from test_training import CODE, STEP_LINE, run, start, torchrun, train, write_idx
+from mnist import idx
 
 sys.path.insert(0, str(CODE))
 
@@ -54,8 +55,8 @@ def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, random = tmp_path_factory.mktemp("noise"), np.random.default_rng(0)
     for prefix, count in (("train", 256), ("t10k", 100)):
         images = random.integers(0, 256, (count, 28, 28))
-        write_idx(folder / f"{prefix}-images-idx3-ubyte", images)
-        write_idx(folder / f"{prefix}-labels-idx1-ubyte", random.integers(0, 10, count))
+        (folder / f"{prefix}-images-idx3-ubyte").write_bytes(idx(images))
+        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(random.integers(0, 10, count)))
     return folder
 
 

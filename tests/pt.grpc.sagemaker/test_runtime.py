@@ -19,7 +19,7 @@ from endings import Running
 from jobs import Jobs
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-CODE = Path(__file__).parent.parent / "pt.grpc.sagemaker" / "code"
+CODE = Path(__file__).parents[2] / "pt.grpc.sagemaker" / "code"
 RUNTIME = {"hetero.py": (CODE / "hetero.py").read_text()}
 GROUPS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
 LAUNCHER = """

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_advisor import refusal, run
 
 from data_hosts import service, up
 from feed import epoch
@@ -20,7 +21,6 @@ from jobs import ROOT
 from shared import measured as module
 from shared import prediction
 from shared.measured import measured
-from test_advisor import refusal, run
 
 P4D = {"instance_type": "ml.p4d.24xlarge"}
 

@@ -9,8 +9,9 @@ import re
 
 import pytest
 from botocore.exceptions import ClientError
+from test_requests import MOTO, ROOT
 
-from notebooks import cells_that_ask, run_cells
+from cells import cells_that_ask, run_cells
 from permissions import (
     ACCOUNT,
     TOLERATED,
@@ -22,7 +23,6 @@ from permissions import (
     missing,
 )
 from shared import costs
-from test_requests import MOTO, ROOT
 
 POLICY = managed_policy("AmazonSageMakerFullAccess")
 # What that page says is needed beyond the policy, each with the command that needs it.
@@ -80,7 +80,7 @@ def test_prices_are_refreshed_with_what_the_page_lists(may: bool, monkeypatch, c
     assert ("no training prices of region" in said) == may != ("AccessDenied" in said)
 
 
-FILES = (ROOT / "tests" / "requests").glob("*.json")
+FILES = (ROOT / "tests" / "notebooks" / "requests").glob("*.json")
 REQUESTS = [request for file in FILES for request in json.loads(file.read_text())]
 
 

@@ -5,7 +5,6 @@ one of them (`train FRAMEWORK HOST:PORT`), and writes the batches that it was tr
 """
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,10 +15,11 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "pt.grpc.sagemaker"
-sys.path.insert(0, str(EXAMPLE / "code"))
+sys.path[:0] = [str(ROOT / "tests"), str(EXAMPLE / "code")]
 
+import pages  # noqa: E402
 from data_hosts import free_port  # noqa: E402
 from feed.batches import BatchKeys, SeededBatches, as_is  # noqa: E402
 from feed.client import RemoteBatches, RemoteDataset  # noqa: E402
@@ -27,9 +27,7 @@ from feed.server import serve  # noqa: E402
 
 RANKS, EPOCHS, BATCHES = 2, 3, 6  # batches: of each rank, in an epoch
 STOP = 10  # the step, in the middle of an epoch, whose checkpoint is resumed
-SECTION = (EXAMPLE / "README.md").read_text().split("### With Lightning, ")[1].split("\n## ")[0]
-LINES = re.findall(r"```python\n(.*?)```", SECTION, re.S)
-LIGHTNING, TRAINER, ACCELERATE = LINES
+LIGHTNING, TRAINER, ACCELERATE = pages.FRAMEWORKS
 RUNS = {
     "lightning": [
         LIGHTNING.replace("[SetEpoch()]", f"[SetEpoch(), SaveAt({STOP})]"),

@@ -11,7 +11,7 @@ import endings
 from data_hosts import service, up, wait_until
 from jobs import Jobs
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "pt.grpc.sagemaker" / "code"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "pt.grpc.sagemaker" / "code"))
 
 import spare  # noqa: E402
 from feed.epoch import CALLS_BESIDE, Host  # noqa: E402
