@@ -1,22 +1,46 @@
 """How a batch travels: a header that names its parts, then the bytes of its tensors and arrays.
 
-Nothing is pickled, so no message can run code at its receiver. grpcio-tools makes the classes of
-dataset_feed.proto's messages in memory, when this module is imported: so they fit the protobuf that
-is installed, which differs between containers.
+Nothing is pickled, so no message can run code at its receiver. grpcio-tools compiles
+dataset_feed.proto when this module is imported, and the protobuf that is installed, which differs
+between containers, makes the messages' classes of it.
 """
 
 import functools
 import math
+import subprocess
 import sys
+import tempfile
 from collections import namedtuple
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import numpy as np
 import torch
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClassesForFiles
 
-messages = grpc.protos("feed/dataset_feed.proto")
+
+def _compile(name: str) -> SimpleNamespace:
+    """Make the classes of the messages in a .proto file beside this one.
+
+    In a process of its own: in one that has TensorFlow, grpcio-tools would crash.
+    """
+    folder = Path(__file__).parent
+    with tempfile.NamedTemporaryFile() as file:
+        command = ["-m", "grpc_tools.protoc", f"-I{folder}", f"--descriptor_set_out={file.name}"]
+        subprocess.run([sys.executable, *command, name], check=True)
+        compiled = FileDescriptorSet.FromString(file.read())
+    pool = DescriptorPool()
+    for description in compiled.file:
+        pool.Add(description)
+    classes = GetMessageClassesForFiles([name], pool)
+    return SimpleNamespace(**{key.rsplit(".")[-1]: value for key, value in classes.items()})
+
+
+messages = _compile("dataset_feed.proto")
 
 SERVICE = "dataset_feed.DatasetFeed"
 FRAME = 1 << 20  # bytes of a batch in one message
