@@ -7,11 +7,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc_tools._protoc_compiler  # noqa: F401
 import pytest
 
-# As grpc_tools above, before TensorFlow, or it crashes in the tests that have both
-# (docs/troubleshooting.md).
+# Before TensorFlow, or it crashes in the tests that have both (docs/troubleshooting.md).
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 

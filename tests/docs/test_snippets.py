@@ -46,7 +46,6 @@ OTHERS_WORDS = [
     "No matching distribution found for",
     "No module named 'moto'",
     "No space left on device",
-    "'ascii' codec can't encode character",
     "'>' not supported between instances of 'NoneType' and 'int'",
 ]
 

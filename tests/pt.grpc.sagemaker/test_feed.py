@@ -1,6 +1,9 @@
 """The loader of the PyTorch example: batches from data hosts, against those of a DataLoader."""
 
+import contextlib
+import inspect
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -349,6 +353,13 @@ def test_leaving_an_epoch_frees_its_threads_soon(hosts):
     wait_for_threads(before)
 
 
+def test_it_can_be_imported_from_any_path_and_beside_tensorflow(tmp_path: Path):
+    folder = tmp_path / "a b" / "ü"
+    shutil.copytree(Path(inspect.getfile(serve)).parent, folder / "feed")
+    program = f"import sys, tensorflow; sys.path.insert(0, {str(folder)!r}); import feed.client"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 ENDS = {
     "sys.exit(5)": (5, []),
     "1 / 0": (1, ["ZeroDivisionError: division by zero"]),
@@ -391,6 +402,9 @@ def test_program_that_leaves_in_the_middle_of_an_epoch_ends(hosts, end):
     if end == "wait()":
         assert program.stdout.readline() == "waiting\n"
         program.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            program.wait(10)
+        program.send_signal(signal.SIGINT)  # again: Python loses one that comes in a destructor
     _, errors = program.communicate(timeout=60)
     code, said = ENDS[end]
     assert program.returncode == code

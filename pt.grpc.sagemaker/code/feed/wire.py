@@ -9,7 +9,6 @@ import functools
 import math
 import subprocess
 import sys
-import tempfile
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,26 +17,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
-from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message_factory import GetMessageClassesForFiles
 
 
 def _compile(name: str) -> SimpleNamespace:
     """Make the classes of the messages in a .proto file beside this one.
 
-    In a process of its own: in one that has TensorFlow, grpcio-tools would crash.
+    In a process of its own, as grpcio-tools would crash in one that has imported TensorFlow.
     """
-    folder = Path(__file__).parent
-    with tempfile.NamedTemporaryFile() as file:
-        command = ["-m", "grpc_tools.protoc", f"-I{folder}", f"--descriptor_set_out={file.name}"]
-        subprocess.run([sys.executable, *command, name], check=True)
-        compiled = FileDescriptorSet.FromString(file.read())
-    pool = DescriptorPool()
-    for description in compiled.file:
-        pool.Add(description)
-    classes = GetMessageClassesForFiles([name], pool)
-    return SimpleNamespace(**{key.rsplit(".")[-1]: value for key, value in classes.items()})
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{Path(__file__).parent}"]
+    command = [*protoc, "--descriptor_set_out=/dev/stdout", name]
+    compiled = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    classes = message_factory.GetMessages(FileDescriptorSet.FromString(compiled).file)
+    return SimpleNamespace(**{full.split(".")[-1]: each for full, each in classes.items()})
 
 
 messages = _compile("dataset_feed.proto")
