@@ -260,13 +260,13 @@ def _summary(stretches: list, steps: int) -> tuple[float, str, float]:
 
 
 def _clusters(numbers: dict[str, Any]) -> str:
-    """What advisor.py makes of the numbers, or why it cannot tell."""
+    """What the advisor makes of the numbers, or why it cannot tell."""
     if "instance_type" not in numbers:
         return "clusters      for which instance? Give it as instance_type"
     try:
-        from shared import advisor, prediction
+        from shared import advice_shown, prediction, verdict
 
-        return advisor.shortlist(advisor.advise(prediction.from_numbers(numbers)))
+        return advice_shown.shortlist(verdict.advise(prediction.from_numbers(numbers)))
     except ImportError:
         return "clusters      see python -m shared.advisor --log FILE, with this output in FILE"
     except ValueError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pages import MARK, PYTHON, ROOT
-from shared import advisor
+from shared import measured, verdict
 
 PAGES = [
     page
@@ -99,12 +99,12 @@ def test_flowchart_says_the_same_as_the_advisor():
         code for language, code in blocks(ROOT / "docs" / "when.md") if language == "mermaid"
     ]
     numbers = [int(number) for number in re.findall(r"(\d+) %", chart)]
-    assert numbers == [advisor.WORTH_PERCENT, advisor.CPU_BOUND_PERCENT]
+    assert numbers == [measured.WORTH_PERCENT, measured.CPU_BOUND_PERCENT]
     edges = re.findall(r"(\w)(?:\[.*?\])? -->\|(yes|no)\| (\w)(?:\[(.*?)\])?", chart)
     asked = {start for start, *_ in edges}
     verdicts = {re.split("[:,]", text)[0] for _, _, end, text in edges if end not in asked}
     assert verdicts == {
-        advisor.STAY, advisor.SCALE_UP, advisor.GO, advisor.ELSEWHERE, advisor.ON_GPU
+        verdict.STAY, verdict.SCALE_UP, verdict.GO, verdict.ELSEWHERE, verdict.ON_GPU
     }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from matplotlib.text import Text
 from moto.ec2.models.instance_types import INSTANCE_TYPES
 
 from jobs import ROOT, TWO_GROUPS
-from shared import advisor, costs, prediction, prices
+from shared import advice_shown, advisor, costs, prediction, prices, verdict
 from shared.prediction import Measured
 
 P4D = "--instance ml.p4d.24xlarge --step-ms 192 --accelerator-ms 80"
@@ -47,7 +47,7 @@ def refusal(capsys, arguments: str) -> str:
     return printed.err
 
 
-def row(advice: advisor.Advice, instances: str) -> pd.Series:
+def row(advice: verdict.Advice, instances: str) -> pd.Series:
     """The candidate of that name."""
     return advice.candidates.set_index("instances").loc[instances]
 
@@ -76,7 +76,7 @@ def test_predicts_the_published_heterogeneous_rows(
     assert found["step time (ms)"] == pytest.approx(step_ms, abs=0.05)
     assert 100 * (found["step time (ms)"] / after.step_time_ms - 1) == pytest.approx(error, abs=0.1)
     assert found["improvement (%)"] == pytest.approx(improvement, abs=0.05)
-    assert advice.verdict == advisor.GO
+    assert advice.verdict == verdict.GO
     # What was measured is between the bounds, or within 15 % of both.
     assert 0.85 * found["at least (ms)"] < after.step_time_ms < 1.15 * found["at most (ms)"]
 
@@ -181,13 +181,13 @@ def test_the_published_cluster_is_recommended(capsys):
 
 
 def test_shows_one_of_those_alike_and_one_host_each_without_a_floor():
-    shown = advisor.worth_a_look(
+    shown = advice_shown.worth_a_look(
         advisor.advise(Measured("ml.p4d.24xlarge", 192, accelerator_ms=80))
     )
     alike = shown[["step time (ms)", "USD per 1,000 steps"]].round(6)
     assert len(shown) > 3 and not alike.duplicated().any()
     assert "1 x ml.p4d.24xlarge + 2 x ml.c5.18xlarge" in set(shown["instances"])  # not 4 x c5.9xl
-    shown = advisor.worth_a_look(advisor.advise(Measured("ml.p3.2xlarge", 1193), **IN_2022))
+    shown = advice_shown.worth_a_look(advisor.advise(Measured("ml.p3.2xlarge", 1193), **IN_2022))
     assert list(shown["data hosts"]) == [0, 1, 1]  # c5.9xlarge, c5.18xlarge
 
 
@@ -230,25 +230,25 @@ def family(monkeypatch):
 
 def test_scales_up_inside_the_family_first(family):
     advice = advisor.advise(Measured("ml.g5.xlarge", 200, accelerator_ms=60))
-    assert (advice.verdict, advice.recommended) == (advisor.SCALE_UP, "1 x ml.g5.2xlarge")
+    assert (advice.verdict, advice.recommended) == (verdict.SCALE_UP, "1 x ml.g5.2xlarge")
     larger = row(advice, "1 x ml.g5.2xlarge")
     assert larger["step time (ms)"] == pytest.approx(100)  # 8 vCPUs instead of 4
     assert larger["improvement (%)"] == pytest.approx(100 * (1 - 1.5 * 100 / (1.408 * 200)))
     assert not advice.candidates["instances"].str.contains("g5.12xlarge").any()  # more GPUs
     assert "Data hosts are the alternative" in advice.reasons[-1]
-    assert list(advisor.worth_a_look(advice)["kind"]).count("scale up") == 1
+    assert list(advice_shown.worth_a_look(advice)["kind"]).count("scale up") == 1
 
 
 @pytest.mark.parametrize(
     "arguments, verdict, reason",
     [
-        ("--accelerator-ms 185", advisor.STAY, "data costs 4 % of it"),
-        ("--gpu-percent 95", advisor.STAY, "data costs 5 % of it"),
-        ("--accelerator-ms 80 --cpu-percent 40", advisor.ELSEWHERE, "only 40 % busy"),
-        ("--accelerator-ms 80 --cpu-percent 97", advisor.GO, "the CPUs are 97 % busy"),
-        ("--accelerator-ms 80", advisor.GO, "use of the CPUs is not known"),
-        ("", advisor.GO, "is not known, so the step times below are too low"),
-        ("--accelerator-ms 80 --mb-per-step 9000", advisor.ON_GPU, "No data hosts make it cheaper"),
+        ("--accelerator-ms 185", verdict.STAY, "data costs 4 % of it"),
+        ("--gpu-percent 95", verdict.STAY, "data costs 5 % of it"),
+        ("--accelerator-ms 80 --cpu-percent 40", verdict.ELSEWHERE, "only 40 % busy"),
+        ("--accelerator-ms 80 --cpu-percent 97", verdict.GO, "the CPUs are 97 % busy"),
+        ("--accelerator-ms 80", verdict.GO, "use of the CPUs is not known"),
+        ("", verdict.GO, "is not known, so the step times below are too low"),
+        ("--accelerator-ms 80 --mb-per-step 9000", verdict.ON_GPU, "No data hosts make it cheaper"),
     ],
 )
 def test_verdict(capsys, arguments, verdict, reason):
@@ -513,7 +513,7 @@ def test_a_job_that_is_slower_without_data_does_not_wait_for_data(trained):
     """Else a notebook would stop where its machine was busy with other things."""
     measured = advisor.measure(trained["synthetic"], trained["homogeneous"])
     assert (measured.step_ms, measured.accelerator_ms) == (60, 60)
-    said = " ".join(advisor.as_text(advisor.advise(measured)).split())
+    said = " ".join(advice_shown.as_text(advisor.advise(measured)).split())
     assert "were longer, 120 ms, and count as equally long" in said and "are swapped." in said
 
 
@@ -533,5 +533,5 @@ def test_a_notebook_shows_what_the_command_prints():
     words = " ".join(html.unescape(shown).split())
     for line in [*advice.reasons, *advice.inputs.values(), advice.recommended]:
         assert " ".join(line.split()) in words
-    for row in advisor.as_text(advice).split("\n\n")[-2].splitlines()[3:]:
+    for row in advice_shown.as_text(advice).split("\n\n")[-2].splitlines()[3:]:
         assert all(cell in words for cell in row.split())

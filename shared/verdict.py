@@ -1,0 +1,212 @@
+"""Should this training job go heterogeneous? The flowchart, and the reasons for its answer.
+
+AWS published it with the first edition of these examples: if the CPUs are not the limit, leave it;
+else take an instance of the same family with more vCPUs per GPU, if there is one; else add CPU
+instances; and think of preprocessing on the GPU (NVIDIA DALI). The numbers come from prediction.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isnan
+from typing import Any
+
+import pandas as pd
+
+from shared.measured import CPU_BOUND_PERCENT, WORTH_PERCENT
+from shared.prediction import NEAR_PERCENT, Measured, instance_types, predict, with_data_hosts
+
+STAY, SCALE_UP, GO = "stay", "scale up", "go heterogeneous"
+ELSEWHERE, ON_GPU = "look elsewhere", "preprocess on the GPU"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do, why, and the numbers behind it.
+
+    Attributes:
+        measured: The job in question.
+        verdict: STAY, SCALE_UP, GO, ELSEWHERE or ON_GPU.
+        recommended: The instances to try, or "".
+        reasons: Sentences.
+        inputs: What the formula was given, by name, each with how it came about.
+        data_hosts_only: Whether the step times are the upper bounds.
+        types: From `prediction.instance_types`.
+        candidates: From `prediction.predict`, which leaves out what no further data host improves.
+    """
+
+    measured: Measured
+    verdict: str
+    recommended: str
+    reasons: list[str]
+    inputs: dict[str, str]
+    data_hosts_only: bool
+    types: pd.DataFrame = field(repr=False)
+    candidates: pd.DataFrame = field(repr=False)
+
+    def predict(self, data_type: str, count: int) -> dict[str, Any]:
+        """Predict the measured cluster with these data hosts, be they among `candidates` or not.
+
+        Returns a row as `candidates` has them, without the frontier.
+
+        Raises:
+            ValueError: the type is not among `types`.
+        """
+        if data_type not in self.types.index:
+            raise ValueError(
+                f"{data_type} is not among the types of this advice, whose prices (and, locally, "
+                f"cores) are known: {', '.join(self.types.index)}."
+            )
+        return with_data_hosts(self.measured, self.types, data_type, count, self.data_hosts_only)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        from shared.advice_shown import as_html  # which imports this module
+
+        return as_html(self)
+
+
+def advise(
+    measured: Measured,
+    region: str = "us-east-1",
+    as_of: str | None = None,
+    data_hosts_only: bool = False,
+    cores: Mapping[str, int] | None = None,
+) -> Advice:
+    """Give a verdict on a measured job, and predict step time and cost of what could replace it.
+
+    Args:
+        measured: The homogeneous job.
+        region: Of the prices.
+        as_of: ISO date of the prices, instead of the newest ones.
+        data_hosts_only: Predict the upper bound, for loaders that prepare on data hosts alone.
+        cores: {instance type: cores here}, for jobs of the local SageMaker; see
+            `prediction.instance_types`.
+
+    Raises:
+        ValueError: the price of the instance is not known, or it has no GPU.
+    """
+    types = instance_types(measured.instance_type, region, as_of, cores)
+    table = predict(measured, types, data_hosts_only)
+    inputs = _inputs(measured, types.loc[measured.instance_type])
+    inputs["prices"] = f"SageMaker training on demand in {region}"
+    verdict, recommended, reasons = _judge(measured, table)
+    if retired := types["retired"][measured.instance_type]:
+        recommended = ""
+        reasons.append(
+            f"AWS retired {measured.instance_type} on {retired} (shared/retired.csv), so none of "
+            "this can be had: measure the job on a type that AWS offers."
+        )
+    return Advice(measured, verdict, recommended, reasons, inputs, data_hosts_only, types, table)
+
+
+def _judge(measured: Measured, table: pd.DataFrame) -> tuple[str, str, list[str]]:
+    """Go through the flowchart; return the verdict, what is recommended, and the reasons."""
+    floor, reasons = measured.floor_ms, [f"{measured.source}."] if measured.source else []
+    costs = 100 * (1 - floor / measured.step_ms)
+    if isnan(floor):
+        reasons.append(
+            "How long the accelerators need for a step is not known, so the step times below are "
+            "too low from some number of data hosts on: measure it with --data-mode synthetic."
+        )
+    else:
+        reasons.append(
+            f"Without data a step takes {floor:,.1f} ms instead of {measured.step_ms:,.1f}: data "
+            f"costs {costs:.0f} % of it."
+        )
+    if costs < WORTH_PERCENT:
+        return STAY, "", [*reasons, "Not CPU-bound: there is little to gain."]
+    if measured.cpu_percent < CPU_BOUND_PERCENT:
+        reasons.append(
+            f"The CPUs are only {measured.cpu_percent:.0f} % busy, so they are not the limit: look "
+            "at the number of data workers, at storage and network, before you add any."
+        )
+        return ELSEWHERE, "", reasons
+    known = "supposedly: the use of the CPUs is not known"
+    if not isnan(measured.cpu_percent):
+        known = f"the CPUs are {measured.cpu_percent:.0f} % busy"
+    reasons.append(f"CPU-bound ({known}): more vCPUs for each GPU make it faster.")
+
+    scale_ups = table[table["kind"] == "scale up"]
+    with_data_hosts = table[table["kind"] == "heterogeneous"]
+    pays = with_data_hosts["improvement (%)"].max() > 0  # False if there are none
+    if scale_ups.empty:
+        family = measured.instance_type.split(".")[1]
+        reasons.append(f"No {family} in prices.csv has as many GPUs and more vCPUs.")
+    else:
+        best = scale_ups.loc[scale_ups["USD per 1,000 steps"].idxmin()]
+        if best["improvement (%)"] > 0:
+            reasons.append(f"A larger instance of the family does it: {_effect(best, measured)}.")
+            if pays:
+                other = _effect(_simplest(with_data_hosts), measured)
+                reasons.append(f"Data hosts are the alternative, with more to set up: {other}.")
+            return SCALE_UP, best["instances"], reasons
+        reasons.append(f"A larger instance does not pay: {_effect(best, measured)}.")
+    if not pays:
+        reasons.append(
+            "No data hosts make it cheaper. Preprocessing on the GPU (NVIDIA DALI) needs no other "
+            "instances: it is the better way, if it has your operations."
+        )
+        return ON_GPU, "", reasons
+    if isnan(floor):
+        return GO, "", [*reasons, "Data hosts pay, but how many cannot be said without the floor."]
+    best, now = _simplest(with_data_hosts), table["USD per hour"][0]
+    reasons.append(f"Data hosts pay: {_effect(best, measured)}.")
+    break_even = best["USD per hour"] / now * best["step time (ms)"] - floor
+    reasons.append(
+        "Preprocessing on the GPU (NVIDIA DALI) would be cheaper still if it took less than "
+        f"{break_even:,.1f} ms of GPU time a step (= {best['USD per hour']:.4f} / {now:.4f} x "
+        f"{best['step time (ms)']:,.1f} ms - {floor:,.1f} ms)."
+    )
+    return GO, best["instances"], reasons
+
+
+def _simplest(candidates: pd.DataFrame) -> pd.Series:
+    """Pick the fewest hosts among those that are about as cheap as the cheapest."""
+    cost = candidates["USD per 1,000 steps"]
+    cheap = candidates[cost <= cost.min() * (1 + NEAR_PERCENT / 100)]
+    return cheap.sort_values(["data hosts", "USD per 1,000 steps"]).iloc[0]
+
+
+def _effect(row: pd.Series, measured: Measured) -> str:
+    """Describe a candidate in one clause."""
+    return (
+        f"{row['instances']}, {row['step time (ms)']:,.1f} ms a step, "
+        f"{measured.step_ms / row['step time (ms)']:.1f}x as fast, {saving(row)}"
+    )
+
+
+def saving(row: pd.Series) -> str:
+    """Say how much cheaper a candidate is than the measured cluster."""
+    saved = row["improvement (%)"]
+    return f"{abs(saved):.0f} % {'cheaper' if saved >= 0 else 'more expensive'}"
+
+
+def _inputs(measured: Measured, trainer: pd.Series) -> dict[str, str]:
+    """Name what the formula was given, so that the table can be computed by hand."""
+    hosts = f"{measured.count} x {trainer['cores']} cores"
+    work, data_work = measured.cpu_work(trainer["cores"])
+    floor = "not known, taken as 0"
+    if not isnan(measured.accelerator_ms):
+        floor = f"{measured.floor_ms:,.1f} ms, the step time without data"
+    elif not isnan(measured.gpu_percent):
+        floor = (
+            f"{measured.floor_ms:,.1f} ms = {measured.step_ms:,.1f} ms x {measured.gpu_percent:g} %"
+            " GPU utilisation, which counts any moment with work on the GPU"
+        )
+    inputs = {
+        "measured": f"{measured.count} x {measured.instance_type}, {measured.step_ms:,.1f} ms",
+        "CPU work": f"{work:,.0f} core-ms = {measured.step_ms:,.1f} ms x {hosts}",
+        "on data only": f"{data_work:,.0f} core-ms, the same: the training's own is not known",
+        "accelerator floor": floor,
+        "network": "not known, taken as no limit",
+    }
+    if measured.training_share:
+        cpu = 100 if isnan(measured.cpu_percent) else measured.cpu_percent
+        inputs["on data only"] = (
+            f"{data_work:,.0f} core-ms = {work:,.0f} core-ms x (1 - {measured.accelerator_ms:,.1f} "
+            f"ms x {measured.training_cpu_percent:.1f} % / ({measured.step_ms:,.1f} ms x {cpu:.1f} "
+            "%)), by the use of the CPUs without data and with it"
+        )
+    if not isnan(measured.mb_per_step):
+        inputs["network"] = f"{measured.mb_per_step:g} MB x 8 / Gbit/s, of whichever side has less"
+    return inputs
