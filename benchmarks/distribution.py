@@ -23,22 +23,20 @@ CODE = ROOT / "tf.data.service.sagemaker" / "code"
 REPLICA = ROOT / ".containers" / "tensorflow-2.12" / "bin" / "python"
 WAYS = {  # the programs before train_dnn.py
     "tf.distribute": [sys.executable],
-    "horovod": [str(REPLICA), str(CODE / "horovod_rank.py")],
+    "horovod": [str(REPLICA), str(CODE / "ranks" / "horovod_rank.py")],
 }
 MODELS = {"small": (32, 120), "resnet50": (16, 21)}  # batch size, steps
 TURNS, LIMIT_SECONDS = 3, 300
 
 sys.path.append(str(CODE))
-import hetero  # noqa: E402
+from hetero.topology import WORKER_PORT, Cluster, rank_environment  # noqa: E402
 
 
 def step_times(way: str, model: str, ranks: int, cores: list[int]) -> list[float]:
     """Train with so many ranks; return the steps' times in milliseconds, each of some steps."""
     batch_size, steps = MODELS[model]
-    port = free_port() - hetero.WORKER_PORT
-    cluster = hetero.Cluster(
-        "host", "dnn", "", "lo", {"dnn": ["host"]}, {"host": "127.0.0.1"}, port
-    )
+    port = free_port() - WORKER_PORT
+    cluster = Cluster("host", "dnn", "", "lo", {"dnn": ["host"]}, {"host": "127.0.0.1"}, port)
     with tempfile.TemporaryDirectory() as folder:
         command = [*WAYS[way], str(CODE / "train_dnn.py"), "--distribution", way]
         command += ["--data-mode", "synthetic", "--model", model, "--batch-size", str(batch_size)]
@@ -47,7 +45,7 @@ def step_times(way: str, model: str, ranks: int, cores: list[int]) -> list[float
         processes = [
             subprocess.Popen(
                 ["taskset", "--cpu-list", str(cores[rank]), *command],
-                env={**os.environ, **hetero.rank_environment(cluster, rank, ranks)},
+                env={**os.environ, **rank_environment(cluster, rank, ranks)},
                 stdout=logs[rank].open("w"),
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # with Horovod's rendezvous server, which does not end

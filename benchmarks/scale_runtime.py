@@ -1,11 +1,11 @@
-"""What the runtime takes as hosts become more: hetero.py's launchers, half of them with a rank.
+"""What the runtime takes as hosts become more: launchers of hetero/, half of them with a rank.
 
 A job's last host comes 4 s after the others, as hosts do not come all at once. Measured are the
 time from then until the last rank has been started, the CPU time that the leader needs, and the
 time from the decision that the job has ended to the last goodbye. The ranks are `sleep`.
 
-More launchers than a small machine can run are in one process, this file's: they are hetero.py's
-own too, each with its connection to the leader, but their ranks are no processes.
+More launchers than a small machine can run are in one process, this file's, each with a connection
+of its own to the leader; their ranks are no processes.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ import psutil
 
 CODE = Path(__file__).resolve().parent.parent / "pt.grpc.sagemaker" / "code"
 sys.path.append(str(CODE))
-import hetero  # noqa: E402
+from hetero.host import Host  # noqa: E402
+from hetero.topology import Cluster  # noqa: E402
 
 HOLD_SECONDS, TRAINING_SECONDS, WATCHED_SECONDS = 4.0, 8.0, 4.0
 LIMIT_SECONDS = 120
@@ -47,19 +48,19 @@ class Job:
     machine: float  # of all cores' time while the training runs, whoever took it
 
 
-def clusters(hosts: int, port: int) -> list[hetero.Cluster]:
+def clusters(hosts: int, port: int) -> list[Cluster]:
     """What each host of a job reads of it; the first half of them train."""
     names = [f"algo-{number}" for number in range(1, hosts + 1)]
     groups = {"dnn": names[: hosts // 2], "data": names[hosts // 2 :]}
     addresses = dict.fromkeys(names, "127.0.0.1")
     return [
-        hetero.Cluster(name, group, "local", "lo", groups, addresses, port)
+        Cluster(name, group, "local", "lo", groups, addresses, port)
         for group, members in groups.items()
         for name in members
     ]
 
 
-def launch(cluster: hetero.Cluster, folder: Path, log: int) -> subprocess.Popen:
+def launch(cluster: Cluster, folder: Path, log: int) -> subprocess.Popen:
     """Start a launcher as SageMaker does, with the job's description in its own folder."""
     config = folder / cluster.host / "input" / "config"
     config.mkdir(parents=True)
@@ -127,8 +128,8 @@ def read(path: str) -> str:
     return Path(path).read_text()
 
 
-class Light(hetero.Host):
-    """A host of a job as hetero.py's, whose ranks are no processes."""
+class Light(Host):
+    """A host of a job, whose ranks are no processes."""
 
     async def train(self, command: list[str], local_rank: int) -> None:
         print(f"started={time.time()}", flush=True)
@@ -141,7 +142,7 @@ async def be_all_but_the_leader(hosts: int, port: int) -> None:
     """Take part in a job for all of its hosts but the first; the last one comes later."""
     leader, *others = clusters(hosts, port)
 
-    async def take_part(cluster: hetero.Cluster) -> None:
+    async def take_part(cluster: Cluster) -> None:
         await asyncio.sleep(HOLD_SECONDS if cluster is others[-1] else 0)
         print(f"coming={time.time()}", flush=True)
         ranks = int(cluster.group == "dnn")

@@ -95,7 +95,7 @@ def main() -> None:
     first, *_, last = at_least_two_cores()
     os.sched_setaffinity(0, {first})
     data_host = f"127.0.0.1:{free_port()}"
-    spare = [sys.executable, str(CODE / "spare.py")]
+    spare = [sys.executable, str(CODE / "feed" / "spare.py")]
     accelerator, cpu = (lambda: time.sleep(ACCELERATOR_SECONDS)), compute()
     with serving(data_host, "taskset", "--cpu-list", str(last), sys.executable):
         found: dict[str, list[float]] = {"more": [], "longer": []}

@@ -49,7 +49,7 @@ LATEST_SECONDS = 60  # our choice: AWS does not say how late lines can be
 LOOK_EVERY_SECONDS = 2
 
 # Either of these in a host's log names its group: resourceconfig.json, which the SDK's start-up
-# script prints on every host, or the line with which our hetero.py introduces the host.
+# script prints on every host, or the line with which our launcher introduces the host.
 _GROUP = re.compile(r'"current_group_name":\s*"([^"]+)"|\bhost=\S+ group=(\S+)')
 # What a host prints last: our code, and the SDK's start-up script (unless the command is an exec).
 _FAREWELL = re.compile(

@@ -288,7 +288,7 @@ ENDINGS = {
     "a host never comes": Ending(
         "Failed", rf"{DATA} did not come up within 20 s\.", 50 + AWS_KILLS,
         lambda job: None, when=lambda job: None, slow=True,
-        settings={"late": 3600, "changes": {"hetero.py": JOIN_SOONER}},
+        settings={"late": 3600, "changes": {"hetero/messages.py": JOIN_SOONER}},
     ),
 }  # fmt: skip
 

@@ -37,10 +37,11 @@ jobs = Jobs(session.role, Path(sys.argv[1]))
 _numbers = itertools.count(1)
 
 
-def texts_in(code: Path) -> dict[str, str]:
-    """The files of a folder and its subfolders, by path, without what Python has compiled."""
-    paths = [path for path in code.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    return {str(path.relative_to(code)): path.read_text() for path in paths}
+def texts_in(code: Path, *folders: str) -> dict[str, str]:
+    """All files in code/, or in these folders of it, by path, but for what Python has compiled."""
+    paths = [path for folder in folders or [""] for path in (code / folder).rglob("*")]
+    files = [path for path in paths if path.is_file() and path.suffix != ".pyc"]
+    return {str(path.relative_to(code)): path.read_text() for path in files}
 
 
 class Jobs:

@@ -54,7 +54,7 @@ class Cluster:
         # The only trace of runs on one machine: loopback addresses, and ports for the job.
         local = json.loads(os.environ.get("LOCAL_SAGEMAKER", "{}"))
         self.addresses: dict[str, str] = local.get("addresses", {})
-        base_port = local.get("base_port", 7710)  # as in hetero.py
+        base_port = local.get("base_port", 7710)  # as in hetero/topology.py
         # The launchers' leader; rank 0's store or Horovod's rendezvous; the data hosts.
         self.ports = [base_port, base_port + 1, base_port + 2]
         self.here, self.interface = config["current_host"], config["network_interface_name"]
@@ -130,7 +130,7 @@ def examine(cluster: Cluster, ports: list[int]) -> dict:
     }
     for port in cluster.ports:
         sentence = f"another program listens on port {port}: take an image that starts none"
-        problems[f"{sentence}, or change BASE_PORT in hetero.py"] = port not in ports
+        problems[f"{sentence}, or change BASE_PORT in hetero/topology.py"] = port not in ports
     rows = {
         "instance type": kind,
         "GPUs": f"{len(names)} x {names[0]}" if names else "none",

@@ -39,7 +39,7 @@ def parser(fail: Callable[[str], None]) -> argparse.ArgumentParser:
     add("--lr", type=float, default=0.001, help="learning rate of Adam")
     add("--seed", type=whole(0, 2**32 - 1), default=0)
     add("--workers", type=whole(0), default=0, help="data processes per host or rank; 0: by cores")
-    add("--spare-cores", type=whole(0), help="of a dnn host, for data; default: see spare.py")
+    add("--spare-cores", type=whole(0), help="of a dnn host, for data; default: see feed/spare.py")
     add("--log-every", type=whole(1), default=10, help="steps between two log lines")
     add("--checkpoint-every", type=whole(1), default=100, help="steps between two checkpoints")
     return parser

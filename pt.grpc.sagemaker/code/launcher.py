@@ -15,7 +15,7 @@ import sys
 
 import arguments
 import hetero
-import spare
+from feed import spare
 
 HOMOGENEOUS = "homogeneousCluster"  # what SageMaker calls the one group of a homogeneous job
 
@@ -37,7 +37,7 @@ def main() -> None:
     if takes_data and cluster.group == dnn_group and (channels / "training").exists():
         if cores := spare.cores(ranks, args.spare_cores):
             own = f"unix-abstract:{cluster.host}:{cluster.base_port}"  # for this host's ranks alone
-            beside = [sys.executable, "spare.py", ",".join(map(str, cores)), *train_data[1:]]
+            beside = [sys.executable, "feed/spare.py", ",".join(map(str, cores)), *train_data[1:]]
             beside += ["--bind", own, "--workers", str(len(cores))]
             data_hosts.append(own)
         print(f"spare_cores={len(cores)}", flush=True)

@@ -394,4 +394,4 @@ def project(name: str) -> dict[str, str]:
         files = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
         files["my_training.py"] = TF_TRAINING
         runtime = TENSORFLOW
-    return {"hetero.py": (runtime / "code" / "hetero.py").read_text(), **files}
+    return {**texts_in(runtime / "code", "hetero"), **files}

@@ -49,7 +49,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A reader's project, the working directory: code/ with two scripts and what README says."""
     code = tmp_path / "code"
     code.mkdir()
-    (code / "hetero.py").write_text((EXAMPLE / "code" / "hetero.py").read_text())
+    shutil.copytree(EXAMPLE / "code" / "hetero", code / "hetero")
     (code / "launcher.py").write_text(LAUNCHER)
     for name, text in TOY_SCRIPTS.items():
         (code / name).write_text(text)
@@ -94,10 +94,9 @@ def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
     s3.create_bucket(Bucket="noise")
     for path in tmp_path.glob("*-ubyte"):
         s3.upload_file(str(path), "noise", f"train/{path.name}")
-    files = texts_in(EXAMPLE / "code")
-    copied = {name: text for name, text in files.items() if name.startswith("feed/")}
-    mine = ("dataset.py", "model.py")
-    copied |= {name: files[name] for name in ("hetero.py", "requirements.txt", *mine)}
+    copied = texts_in(EXAMPLE / "code", "hetero", "feed")
+    mine = ("dataset.py", "model.py", "requirements.txt")
+    copied |= {name: (EXAMPLE / "code" / name).read_text() for name in mine}
     copied |= {"launcher.py": LAUNCHER, "serve.py": SERVE, "train.py": AFTER}
     job = jobs.run(
         copied,
@@ -128,7 +127,7 @@ def test_lines_for_torchrun(jobs: Jobs):
     train += "dist.all_gather_object(ranks, dist.get_rank())\nprint(f'ranks {ranks}')\n"
     train += "dist.destroy_process_group()\n"  # without it torch sometimes aborts at the end
     files = {**TOY_SCRIPTS, "train.py": train, "launcher.py": launcher}
-    files["hetero.py"] = (EXAMPLE / "code" / "hetero.py").read_text()
+    files |= texts_in(EXAMPLE / "code", "hetero")
     groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 2)}
     environment = {"HETERO_TOKEN": "a secret"}
     job = jobs.run(files, "exec python launcher.py", groups, environment=environment)
@@ -217,7 +216,7 @@ def run_tensorflow(jobs: Jobs, folder: Path, launcher: str, steps: int = 1000) -
     copied = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
     copied["launcher.py"], copied["my_training.py"] = launcher, TF_TRAINING
     copied["train.py"] = copied["train.py"].replace("range(1000)", f"range({steps})")
-    copied["hetero.py"] = (TENSORFLOW / "code" / "hetero.py").read_text()
+    copied |= texts_in(TENSORFLOW / "code", "hetero")
     job = jobs.run(
         copied,
         "exec python launcher.py",

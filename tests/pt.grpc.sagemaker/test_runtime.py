@@ -1,4 +1,4 @@
-"""hetero.py under toy scripts, as jobs of several hosts: how they begin and end together.
+"""The runtime under toy scripts, as jobs of several hosts: how they begin and end together.
 
 The rows of README's table of endings are test_endings.py's, with the example itself, but for a host
 that hangs when the training has just ended, which is here, as is what has no row. Strangers:
@@ -16,11 +16,11 @@ import boto3
 import pytest
 
 from endings import Running
-from jobs import Jobs
+from jobs import Jobs, texts_in
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 CODE = Path(__file__).parents[2] / "pt.grpc.sagemaker" / "code"
-RUNTIME = {"hetero.py": (CODE / "hetero.py").read_text()}
+RUNTIME = texts_in(CODE, "hetero")
 GROUPS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
 LAUNCHER = """
 import sys
@@ -32,9 +32,17 @@ hetero.run(cluster, "dnn_group", dict.fromkeys(["data_group", "dnn_group"], comm
 SERVE = "import time\nprint('serving', flush=True)\ntime.sleep(100)"
 
 
-def start(jobs: Jobs, token: str = "secret", **scripts: str) -> str:
-    """Start a job of hetero.py and the given scripts, by instance group; return its name."""
-    files = {**RUNTIME, "launcher.py": LAUNCHER}
+def lost_after(seconds: int) -> dict[str, str]:
+    """The runtime with less patience for a host that does not answer."""
+    messages, known = RUNTIME["hetero/messages.py"], "LOST_SECONDS = 2, 20"
+    assert known in messages
+    changed = messages.replace(known, f"LOST_SECONDS = 2, {seconds}")
+    return {**RUNTIME, "hetero/messages.py": changed}
+
+
+def start(jobs: Jobs, token: str = "secret", runtime: dict = RUNTIME, **scripts: str) -> str:
+    """Start a job of the runtime and the given scripts, by instance group; return its name."""
+    files = {**runtime, "launcher.py": LAUNCHER}
     files.update({f"{name}.py": text for name, text in scripts.items()})
     environment = {"HETERO_TOKEN": token} if token else {}
     return jobs.create(files, "exec python launcher.py", GROUPS, environment=environment)
@@ -99,8 +107,7 @@ def test_a_leader_that_freezes_before_the_others_come_fails_the_job(jobs: Jobs):
         "    signal.signal(signal.SIGTERM, exit)\n"
         "    time.sleep(100)\n"
     )
-    hetero = RUNTIME["hetero.py"].replace("LOST_SECONDS = 0.05, 2, 20", "LOST_SECONDS = 0.05, 2, 4")
-    files = {**RUNTIME, "hetero.py": hetero, "launcher.py": frozen + LAUNCHER}
+    files = {**lost_after(4), "launcher.py": frozen + LAUNCHER}
     job = jobs.run(files, "exec python launcher.py", GROUPS, environment={"HETERO_TOKEN": "secret"})
     assert job["TrainingJobStatus"] == "Failed"
     assert re.search(
@@ -135,22 +142,20 @@ time.sleep(2 if cluster.group == "dnn_group" else 100)
 
 def test_a_host_that_freezes_as_the_training_ends_fails_the_job(jobs: Jobs):
     """Else the job would go on, and be billed, until MaxRuntimeInSeconds. Four jobs at once."""
-    after = RUNTIME["hetero.py"].replace("LOST_SECONDS = 0.05, 2, 20", "LOST_SECONDS = 0.05, 2, 12")
     stays = r"algo-\d \(data_group\) (did not end when the training had|is gone: silent for \d+ s)"
     lost = r"lost the leader, algo-\d \(dnn_group\): silent for 12 s"
     reasons = {}
     victims = {"data_group-0": stays, "data_group-1": stays, "dnn_group-0": lost}
     for victim, reason in victims.items():
         script = FREEZE_AT_THE_END.replace("VICTIM", victim)
-        name = start(jobs, hetero=after, data_group=script, dnn_group=script)
+        name = start(jobs, runtime=lost_after(12), data_group=script, dnn_group=script)
         reasons[name] = reason
 
     # Just before the end: noticed only when the leader waits for all to sign off.
     script = FREEZE_AT_THE_END.replace("VICTIM", "data_group-0")
     script = script.replace("signal.signal(signal.SIGTERM, freeze)", "freeze()")
     script = script.replace("time.sleep(2 if", "time.sleep(5 if")  # training lasts longer
-    before = RUNTIME["hetero.py"].replace("LOST_SECONDS = 0.05, 2, 20", "LOST_SECONDS = 0.05, 2, 6")
-    name = start(jobs, hetero=before, data_group=script, dnn_group=script)
+    name = start(jobs, runtime=lost_after(6), data_group=script, dnn_group=script)
     reasons[name] = stays
 
     for name, reason in reasons.items():
@@ -255,7 +260,7 @@ def test_launcher_refuses_what_it_does_not_know(jobs: Jobs, groups, hyperparamet
     job = jobs.run(
         {
             **RUNTIME,
-            **{n: (CODE / n).read_text() for n in ("arguments.py", "launcher.py", "spare.py")},
+            **{n: (CODE / n).read_text() for n in ("arguments.py", "launcher.py", "feed/spare.py")},
         },
         "exec python launcher.py",
         groups,
@@ -405,7 +410,8 @@ def test_the_reason_is_the_first_failure_that_is_no_consequence(
 
 def test_a_host_with_another_token_says_so_at_once(jobs: Jobs):
     other = (
-        "import hetero\nif hetero.read_cluster().group == 'data_group':\n    hetero.TOKEN = 'x'\n"
+        "import hetero.host\nif hetero.read_cluster().group == 'data_group':\n"
+        "    hetero.host.TOKEN = 'x'\n"
     )
     started = time.monotonic()
     job = run(jobs, launcher=other + LAUNCHER, data_group=SERVE, dnn_group=SERVE)

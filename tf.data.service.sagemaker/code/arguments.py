@@ -31,7 +31,7 @@ def parser(fail: Callable[[str], None]) -> argparse.ArgumentParser:
     add("--dnn-group", default="dnn_group", help="instance group that trains")
     add("--processes-per-host", type=whole(1), default=gpus or 1, help="ranks on each dnn host")
     ways = ["tf.distribute", "horovod", "horovod-mpi"]
-    add("--distribution", choices=ways, default=ways[0], help="how ranks keep in step: ranks.py")
+    add("--distribution", choices=ways, default=ways[0], help="how ranks keep in step: ranks/")
     add("--model", default="resnet50", help="resnet50; small: for CPUs")
     add("--files", default="training/*", help="the TFRecord files, with their channel")
     add("--augment", type=whole(0), default=1, help="how finely it is computed; 0: none")

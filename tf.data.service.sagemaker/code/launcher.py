@@ -41,7 +41,7 @@ def main() -> None:
     train_dnn += ["--checkpoint-dir", str(hetero.BASE_DIR / "checkpoints")]
     train_dnn = {
         "tf.distribute": [sys.executable],
-        "horovod": [sys.executable, "horovod_rank.py"],
+        "horovod": [sys.executable, "ranks/horovod_rank.py"],
         "horovod-mpi": ["horovodrun", "--mpi", "-np", str(ranks), sys.executable],
     }[args.distribution] + train_dnn
 

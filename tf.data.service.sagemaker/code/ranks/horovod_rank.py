@@ -1,8 +1,8 @@
 """Become one of Horovod's ranks, as the environment says which one: without ssh and MPI.
 
-    python horovod_rank.py train_dnn.py --batch-size 128
+    python ranks/horovod_rank.py train_dnn.py --batch-size 128
 
-To be started once for each rank with what torchrun or hetero.py put into the environment (RANK,
+To be started once for each rank with what torchrun or hetero/ put into the environment (RANK,
 WORLD_SIZE, MASTER_ADDR, ...). The ranks find each other through a small server beside rank 0, and
 then talk over Gloo (NCCL between GPUs).
 """
@@ -32,7 +32,7 @@ def main() -> None:
         server = RendezvousHTTPServer((master, port), RendezvousHandler, verbose=0)
         server.daemon_threads = True  # a stranger's open connection must not keep us here
         server.init(get_host_assignments(slots, size))
-        if os.fork() == 0:  # a process of its own: hetero.py kills it when rank 0 has ended
+        if os.fork() == 0:  # a process of its own: the launcher kills it when rank 0 has ended
             server.serve_forever()
     wait_for(master, port)  # the ranks themselves try for two seconds only
     os.environ.update(

@@ -2,8 +2,7 @@
 
 A rank is a process with a GPU, if there are any, and a share of its host's cores. Either class
 here says which one this is, `rank` of `size`, and makes two things the same on all of them: the
-mean of their gradients, and the variables with which they begin. Only one class is ever in use:
-copy that one.
+mean of their gradients, and the variables with which they begin. Only one class is ever in use.
 """
 
 import os
@@ -17,7 +16,7 @@ import tensorflow as tf
 class TensorFlowRanks:
     """tf.distribute's collectives: over NCCL between GPUs, and else over gRPC.
 
-    The ranks find each other by TF_CONFIG, which hetero.py sets; without it there is one.
+    The ranks find each other by TF_CONFIG, which hetero/ sets; without it there is one.
     """
 
     def __init__(self):
@@ -99,7 +98,7 @@ def take_share(local_rank: int, local_size: int) -> int:
         driver = found.stdout.strip() if found else "unknown (no nvidia-smi)"
         cuda = tf.sysconfig.get_build_info().get("cuda_version")
         sys.exit(
-            f"ranks.py: error: the host has {there} GPUs (SM_NUM_GPUS), but TensorFlow sees "
+            f"collectives.py: error: the host has {there} GPUs (SM_NUM_GPUS), but TensorFlow sees "
             f"{len(gpus)}: driver {driver} does not fit the image's CUDA {cuda}. Take an image "
             "with an older CUDA, or its libraries for older drivers (docs/images.md)."
         )
