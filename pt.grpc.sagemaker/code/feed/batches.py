@@ -35,17 +35,17 @@ class BatchKey(NamedTuple):
 
     seed: int
     epoch: int
-    number: int  # of the batch in its epoch, whatever batch the iteration begins with
+    number: int  # of the batch, counted from the epoch's beginning, also after resuming
     indices: list[int]
 
 
 class BatchKeys(Sampler):
     """The keys of an epoch's batches, one after the other.
 
-    batch_sampler: what yields lists of indices and has a length: torch's BatchSampler around any
-    sampler, one of yours, a list of lists. For each epoch its `set_epoch`, and its sampler's, is
-    called, or else the `generator` seeded. Ranks whose samplers do not share the samples out among
-    them, such as WeightedRandomSampler, need different seeds.
+    batch_sampler: yields lists of indices and has a length: torch's BatchSampler around any
+    sampler, one of yours, or a list of lists. Before each epoch, `set_epoch` is called on it and on
+    its sampler; one that has none gets a newly seeded `generator`. Samplers that do not share the
+    samples out among ranks, such as WeightedRandomSampler, need another seed on each rank.
     """
 
     def __init__(self, batch_sampler: Iterable[list[int]], seed: int = 0):
@@ -110,7 +110,7 @@ class SeededBatches(Dataset):
             return self.collate_fn(samples)
 
     def __getitems__(self, keys: list[BatchKey]) -> None:
-        """Raise TypeError: torch calls this only to make batches of what comes."""
+        """Raise TypeError: torch calls this only to make batches of several items."""
         raise TypeError(NOT_BATCHED)
 
 
@@ -126,7 +126,7 @@ def digest(*values: Any) -> bytes:
 
 @contextlib.contextmanager
 def seeded(key: BatchKey) -> Iterator[None]:
-    """Seed the CPU random generators of Python, NumPy and torch; give them back as they were.
+    """Seed the CPU random generators of Python, NumPy and torch; restore them afterwards.
 
     Without workers this runs in the training process, whose own random numbers must not change.
     One thread, as in a DataLoader's workers, because more may add up in another order.

@@ -29,7 +29,7 @@ from feed.batches import NOT_BATCHED, BatchKeys
 from feed.epoch import Epoch, Host
 from feed.wire import SERVICE, messages
 
-FINAL = {  # after which it is of no use to ask again
+FINAL = {  # errors that the next call would get, too
     grpc.StatusCode.UNAUTHENTICATED: PermissionError,
     grpc.StatusCode.FAILED_PRECONDITION: ValueError,
 }
@@ -38,8 +38,9 @@ FINAL = {  # after which it is of no use to ask again
 class RemoteDataset(Dataset):
     """The Dataset that `hosts` ("host:port") serve: what a sampler needs of it, its length.
 
-    Waits up to `timeout` seconds for one host; later, all may be silent for so long. Raises
-    PermissionError when it refuses the token, ConnectionError when none answers.
+    Waits up to `timeout` seconds for the first host; while batches are fetched, no host may answer
+    for as long. Raises PermissionError when one refuses the token, ConnectionError when none
+    answers.
     """
 
     def __init__(self, hosts: Sequence[str], token: str, timeout: float = 60.0):
@@ -77,7 +78,7 @@ class RemoteDataset(Dataset):
         )
 
     def ask(self, channel: grpc.Channel) -> grpc.Future:
-        """Ask a host, as soon as it can be reached, what it serves: if known, the same?"""
+        """Ask a host what it serves; it refuses if something else is expected."""
         ask = channel.unary_unary(
             f"/{SERVICE}/Describe",
             messages.DatasetDescription.SerializeToString,
@@ -86,7 +87,7 @@ class RemoteDataset(Dataset):
         return ask.future(self.description, self.timeout, self.metadata, wait_for_ready=True)
 
     def leave(self, host: Host, error: grpc.RpcError) -> Exception | None:
-        """Ask a host for nothing until it answers; return an error if that is of no use."""
+        """Ask a host for no batch until it answers again; return an exception if it never will."""
         text = f"data host {host.address} failed ({error.code().name}: {error.details()})"
         if not host.failure:
             print(f"{text}: its batches are asked of whoever answers", flush=True)

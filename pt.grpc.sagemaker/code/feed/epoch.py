@@ -1,8 +1,8 @@
 """How the batches of an epoch are fetched: which host is asked for which, and when.
 
 For each call that may be open there is a thread, which asks its host for the most urgent batch,
-again and again. What a host that fails owes, others are asked for. A batch that the training waits
-for and that is overdue (a worker hangs, a host is busy) is asked of another host, too: either
+again and again. When a host fails, its batches are asked of others. When the training waits for a
+batch that is overdue (a worker hangs, a host is busy), another host is asked for it, too: either
 answer will do. A slower host is asked for what is needed later, so that it comes in time.
 """
 
@@ -22,21 +22,23 @@ from feed.wire import CHANNEL_OPTIONS, SERVICE, DatasetError, build, fill, messa
 if TYPE_CHECKING:
     from feed.client import RemoteDataset
 
-CALLS_BESIDE, MAX_THREADS = 2, 64  # a host's share of the workers, at each host; of a rank
-OVERDUE, AT_LEAST = 4, 0.1  # times what the fastest host takes; seconds
+CALLS_BESIDE = 2  # calls that a rank has open at a host, beyond its share of the workers there
+MAX_THREADS = 64  # of a rank, for all hosts together
+OVERDUE = 4  # times what the fastest host takes for a batch
+OVERDUE_SECONDS = 0.1  # at least
 MARGIN = 1.5  # by which a slower host is asked sooner than it would have to be
 RETRY_PAUSE = 0.5  # seconds
 
 
 @dataclass
 class Host:
-    """A data host, and how it does."""
+    """A data host, and what is known of it."""
 
     address: str
     workers: int = 0
     is_up: bool = False  # it has answered, and not failed since
-    failure: str = ""  # its first after its last batch, which was at
-    failing_since: float = field(default_factory=time.monotonic)
+    failure: str = ""  # what went wrong first since its last batch
+    failing_since: float = field(default_factory=time.monotonic)  # when that was
     latency: float = 0.0  # seconds from asking for a batch until it was ready, lately
 
     def calls(self) -> int:
@@ -55,14 +57,14 @@ class Task:
     """A batch to fetch."""
 
     key: BatchKey
-    asked: list[Host] = field(default_factory=list)  # and have not failed since
+    asked: list[Host] = field(default_factory=list)  # hosts that have not failed since
     asked_at: float = 0.0  # the last time
     is_here: bool = False
     batch: Any = None  # or what was raised instead
 
 
 class Epoch:
-    """The batches of an epoch from `next` on, which is to be taken next."""
+    """The batches of an epoch; `next` is the number of the one that the training takes next."""
 
     def __init__(self, dataset: "RemoteDataset", first: int, read_ahead: int, pin_memory: bool):
         self.dataset, self.read_ahead, self.pin_memory = dataset, read_ahead, pin_memory
@@ -103,7 +105,7 @@ class Epoch:
         return len(self.tasks) >= self.read_ahead + len(self.threads) + ahead
 
     def take(self) -> Any:
-        """Return the next batch, waiting for it; raise what it has come to instead."""
+        """Wait for the next batch and return it, or raise what has come in its place."""
         with self.changed:
             while not self.tasks[self.next].is_here:
                 self.raise_if_hopeless()
@@ -121,11 +123,11 @@ class Epoch:
         return batch
 
     def raise_if_hopeless(self) -> None:
-        """Raise what has gone wrong for good, or ConnectionError if no host has come for long."""
+        """Raise what has gone wrong for good, or ConnectionError if no host answers for long."""
         hosts, since = self.dataset.hosts, time.monotonic() - self.dataset.timeout
         if self.error:
             raise self.error
-        # Since the epoch began: nobody has been asked before.
+        # Silence counts from the epoch's beginning: before that, nobody was asked.
         if not any(h.is_up or max(h.failing_since, self.started) > since for h in hosts):
             failures = "; ".join(host.failure for host in hosts)
             raise ConnectionError(f"no batch for {self.dataset.timeout:g} s: {failures}")
@@ -135,7 +137,7 @@ class Epoch:
         return min((h.latency for h in self.dataset.hosts if h.latency and h.is_up), default=0.0)
 
     def ahead(self, host: Host) -> int:
-        """Return how many batches the training takes in the time by which a host is slower."""
+        """Return how many batches the training takes in the time that a slower host needs more."""
         slower_by = host.latency - self.latency() if host.latency else 0.0
         return int(MARGIN * slower_by / (self.dataset.interval or math.inf))
 
@@ -147,7 +149,8 @@ class Epoch:
             shall = number == self.next or first <= number < before
             if task.asked:
                 patience = self.latency() * OVERDUE ** len(task.asked) or math.inf  # not known yet
-                is_overdue = number == self.next and now > task.asked_at + max(patience, AT_LEAST)
+                due = task.asked_at + max(patience, OVERDUE_SECONDS)
+                is_overdue = number == self.next and now > due
                 shall = is_overdue and not task.is_here and (is_alone or host not in task.asked)
             if shall:
                 task.asked.append(host)
@@ -174,8 +177,8 @@ class Epoch:
             except Exception as error:
                 with self.changed:
                     if not self.closing.is_set():
-                        is_its = isinstance(error, grpc.RpcError)
-                        final = self.dataset.leave(host, error) if is_its else error
+                        of_host = isinstance(error, grpc.RpcError)
+                        final = self.dataset.leave(host, error) if of_host else error
                         self.error = final or self.error
                     self.changed.notify_all()
                 self.closing.wait(RETRY_PAUSE)
@@ -211,7 +214,7 @@ class Epoch:
                 self.came.notify()
 
     def wait_for_room(self, host: Host, number: int) -> Task | None:
-        """Wait until a batch may come; return one that is to be fetched before, if there is."""
+        """Wait until a batch may come; return another one if that must be fetched before it."""
         with self.changed:
             while not self.closing.is_set() and number >= self.next + self.read_ahead:
                 if urgent := self.pop(host, before=self.next + self.read_ahead):

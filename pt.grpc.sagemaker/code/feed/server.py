@@ -101,13 +101,13 @@ class Feed:
             process.kill()
 
     def describe(self, request: Any, context: grpc.ServicerContext) -> Any:
-        """Say what is served, to a client that does not know yet, or knows the same."""
+        """Say what is served, and refuse a client that expects something else."""
         if request.fingerprint:
             self.check(request.fingerprint, context)
         return self.description
 
     def check(self, fingerprint: str, context: grpc.ServicerContext) -> None:
-        """Refuse a client that asks for another Dataset's batches, as after a restart of this."""
+        """Refuse a client that expects another Dataset, such as the one before a restart."""
         if fingerprint != self.description.fingerprint:
             reason = f"this host serves {self.description.fingerprint}, not {fingerprint}"
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)

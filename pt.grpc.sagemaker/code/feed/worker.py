@@ -21,8 +21,9 @@ from feed.wire import FRAME, describe, messages
 
 
 class Worker:
-    """The server's side of one. Methods raise EOFError if it has died, BlockingIOError if it hangs:
-    if nothing comes for `timeout` seconds.
+    """A worker process, as the server has it.
+
+    Methods raise EOFError if it has died, BlockingIOError if nothing comes for `timeout` seconds.
     """
 
     def __init__(self, timeout: float):
@@ -90,7 +91,7 @@ def prepare(batches: SeededBatches, request: bytes) -> tuple[bytes, list]:
     try:
         batch = batches[BatchKey(it.seed, it.epoch, it.number, list(it.indices))]
         return messages.BatchHeader(batch=describe(batch, memory)).SerializeToString(), memory
-    except BaseException as error:  # what libraries in Rust raise, for one, is no Exception
+    except BaseException as error:  # libraries in Rust raise it, for one, and no Exception
         return error_header(f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"), []
 
 
