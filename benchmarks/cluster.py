@@ -2,7 +2,7 @@
 
     python benchmarks/cluster.py 3      runs each notebook three times and prints the medians
 
-Fails if a median misses its target.
+Fails if a target below is missed.
 
 The peer is the homogeneous job: the same training script with its framework's own way to prepare
 data on the training host, torch's DataLoader or tf.data. Its share of the machine's cores is that
@@ -24,8 +24,8 @@ import nbformat  # noqa: E402
 from transfer import write_results  # noqa: E402
 
 LEAST_SPEED_UP = 1.4
-LEAST_SHARE = {"hetero-pytorch-mnist": 0.85, "hetero-tensorflow-restnet50": 0.8}  # of the ideal
-MOST_ERROR = 0.25  # of the predicted step time
+LEAST_SHARE = 0.9  # of the ideal
+MEDIAN_ERROR, WORST_ERROR = 0.15, 0.25  # of the predicted step time
 SPEED_UP = re.compile(r"speed-up: ([\d.]+) of at most ([\d.]+)")
 STEP_TIME = re.compile(r"step time: predicted ([\d.]+) ms, measured ([\d.]+) ms")
 
@@ -52,10 +52,11 @@ def main() -> None:
         print(f"  median {speed_up:.2f}, {median(shares):.0%} of the ideal")
         steps = (f"{predicted:.1f} for {measured:.1f}" for *_, predicted, measured in found)
         print(f"  its step time predicted: {', '.join(steps)} ms")
-        print(f"  median error {median(errors):+.0%}", flush=True)
-        if speed_up < LEAST_SPEED_UP or median(shares) < LEAST_SHARE[path.stem]:
+        worst = max(errors, key=abs)
+        print(f"  median error {median(errors):+.0%}, worst {worst:+.0%}", flush=True)
+        if speed_up < LEAST_SPEED_UP or median(shares) < LEAST_SHARE:
             missed.append(f"{path.stem}'s speed-up")
-        if abs(median(errors)) > MOST_ERROR:
+        if abs(median(errors)) > MEDIAN_ERROR or abs(worst) > WORST_ERROR:
             missed.append(f"{path.stem}'s prediction")
     write_results("cluster", results)
     if missed:
