@@ -1,6 +1,5 @@
 """The loader of the PyTorch example: batches from data hosts, against those of a DataLoader."""
 
-import contextlib
 import inspect
 import random
 import shutil
@@ -398,13 +397,17 @@ def test_program_that_leaves_in_the_middle_of_an_epoch_ends(hosts, end):
         next(batches)
         {end}"""
     command = [sys.executable, "-W", "ignore", "-c", code]
-    program = subprocess.Popen(command, stdout=-1, stderr=-1, text=True)
+    program = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Where the tests run in the background, Ctrl-C would be ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     if end == "wait()":
         assert program.stdout.readline() == "waiting\n"
         program.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            program.wait(10)
-        program.send_signal(signal.SIGINT)  # again: Python loses one that comes in a destructor
     _, errors = program.communicate(timeout=60)
     code, said = ENDS[end]
     assert program.returncode == code
