@@ -11,7 +11,7 @@ import pandas as pd
 from shared.prediction import NEAR_PERCENT
 from shared.verdict import ELSEWHERE, STAY, Advice, saving
 
-if TYPE_CHECKING:  # imported where they are used: the command shall start quickly
+if TYPE_CHECKING:  # imported in `plot`: python -m shared.advisor shall start quickly
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -141,8 +141,8 @@ def plot(
     Args:
         advice: From `advise`.
         title: Above the figure.
-        runs: The cluster that is tried next, from `Advice.predict`: it gets a ring and a label.
         note: Added to the small print, for instance "Measured on this machine.".
+        runs: The cluster that is tried next, from `Advice.predict`: it gets a ring and a label.
     """
     import matplotlib.pyplot as plt
 

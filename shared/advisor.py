@@ -5,7 +5,7 @@
     python -m shared.advisor --job NAME --synthetic-job NAME
     python -m shared.advisor --log FILE
 
-FILE is the output of a script that was run with measured.py; if the job NAME was, it says all.
+FILE is the output of a script that was run with measured.py. For a job that was, --job is enough.
 In a notebook: %run -m shared.advisor --job NAME. Jobs of the local SageMaker are known only there.
 
 prediction.py has the formula, verdict.py the flowchart, and advice_shown.py what is shown of both.

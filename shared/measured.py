@@ -8,10 +8,10 @@ batch again and again. It prints the step times of both, how busy the CPUs were 
 with this repository on PYTHONPATH also which clusters would be better, and a line of JSON, which
 `python -m shared.advisor --log FILE` and `--job NAME` read.
 
-While a batch is repeated the loader fills its buffers, and real steps after that take batches that
-cost no time: what the buffers can hold is dropped first. Until they are full the loader takes CPU
-time: repeated steps wait for that. Ranks must change at the same step, so the numbers of steps come
-from counts, not from times. Batches are lost: what such a run trains is not to be used.
+While a batch is repeated the loader fills its buffers, and real steps after that would not wait: so
+what the buffers can hold is dropped before real steps. Filling them takes CPU time: so repeated
+steps are timed only once they are full. Ranks must change at the same step, so steps are counted,
+not timed. Batches are lost: what such a run trains is not to be used.
 """
 
 import atexit
@@ -35,7 +35,7 @@ MIN_CYCLES = 3
 WORTH_PERCENT = 10  # where data costs less of each step, there is little to gain
 CPU_BOUND_PERCENT = 80  # while the CPUs are less busy, something else holds the job up
 NOTICE = "measured: this run is for measuring, as batches are dropped and repeated"
-Stretch = list[tuple[float, int, int]]  # at both ends: time in s; ticks of all CPUs: busy, in all
+Stretch = list[tuple[float, int, int]]  # time in s, ticks of all CPUs: busy, in all; at its ends
 _loops: dict[int, "MeasuredLoop"] = {}
 
 
@@ -65,7 +65,7 @@ def measured(
     if id(loader) not in _loops:  # there it stays alive, so that no other loader gets its id
         dataset, workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", None)
         known = 0 if workers == 0 else None
-        if hasattr(dataset, "read_ahead"):  # feed.RemoteBatches, for which data hosts hold some
+        if hasattr(dataset, "read_ahead"):  # feed's RemoteBatches, for which data hosts hold some
             known = dataset.read_ahead + sum(host.calls() for host in dataset.dataset.hosts)
         elif workers:
             known = loader.prefetch_factor * workers + 2

@@ -10,9 +10,9 @@ that other hosts' cores are kept as busy as the measured ones. The accelerator f
 time without data, which --data-mode synthetic measures. Network is Gbit/s of the training or of the
 data hosts, whichever is less; all of the data is taken to travel. There are two bounds:
 
-    at least: the training hosts go on preparing data beside the data hosts, as the TensorFlow
-              example's do. CPU work includes what the training itself needs of the CPUs.
-    at most:  the data hosts alone prepare data, as in the PyTorch example. CPU work is then without
+    at least: the training hosts go on preparing data beside the data hosts, as the examples'
+              do. CPU work includes what the training itself needs of the CPUs.
+    at most:  the data hosts alone prepare data, as without spare cores. CPU work is then without
               the share of the CPU time that the training takes, if the use without data is known.
 
 Speed is the ratio of the processors' sustained clocks in cores.csv, which are AWS's figures

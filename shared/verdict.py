@@ -31,7 +31,7 @@ class Advice:
         inputs: What the formula was given, by name, each with how it came about.
         data_hosts_only: Whether the step times are the upper bounds.
         types: From `prediction.instance_types`.
-        candidates: From `prediction.predict`, which leaves out what no further data host improves.
+        candidates: From `prediction.predict`: of each type, no more data hosts than make it faster.
     """
 
     measured: Measured
@@ -127,8 +127,8 @@ def _judge(measured: Measured, table: pd.DataFrame) -> tuple[str, str, list[str]
     reasons.append(f"CPU-bound ({known}): more vCPUs for each GPU make it faster.")
 
     scale_ups = table[table["kind"] == "scale up"]
-    with_data_hosts = table[table["kind"] == "heterogeneous"]
-    pays = with_data_hosts["improvement (%)"].max() > 0  # False if there are none
+    heterogeneous = table[table["kind"] == "heterogeneous"]
+    pays = heterogeneous["improvement (%)"].max() > 0  # False if there are none
     if scale_ups.empty:
         family = measured.instance_type.split(".")[1]
         reasons.append(f"No {family} in prices.csv has as many GPUs and more vCPUs.")
@@ -137,7 +137,7 @@ def _judge(measured: Measured, table: pd.DataFrame) -> tuple[str, str, list[str]
         if best["improvement (%)"] > 0:
             reasons.append(f"A larger instance of the family does it: {_effect(best, measured)}.")
             if pays:
-                other = _effect(_simplest(with_data_hosts), measured)
+                other = _effect(_simplest(heterogeneous), measured)
                 reasons.append(f"Data hosts are the alternative, with more to set up: {other}.")
             return SCALE_UP, best["instances"], reasons
         reasons.append(f"A larger instance does not pay: {_effect(best, measured)}.")
@@ -149,7 +149,7 @@ def _judge(measured: Measured, table: pd.DataFrame) -> tuple[str, str, list[str]
         return ON_GPU, "", reasons
     if isnan(floor):
         return GO, "", [*reasons, "Data hosts pay, but how many cannot be said without the floor."]
-    best, now = _simplest(with_data_hosts), table["USD per hour"][0]
+    best, now = _simplest(heterogeneous), table["USD per hour"][0]
     reasons.append(f"Data hosts pay: {_effect(best, measured)}.")
     break_even = best["USD per hour"] / now * best["step time (ms)"] - floor
     reasons.append(

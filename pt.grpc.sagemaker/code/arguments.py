@@ -1,6 +1,6 @@
 """The job's hyperparameters: declared here, read by launcher.py, train_data.py and train_dnn.py.
 
-Standard library only, as what the launcher runs on.
+Standard library only, as the launcher imports it.
 """
 
 import argparse

@@ -194,8 +194,8 @@ def cores_of_this_rank() -> int:
 
 def set_up(seed: int) -> torch.device:
     """Make this process ready; return its GPU, or else the CPU, with threads for its cores."""
-    # The job's log shows each line at once, and whole: ranks, which torchrun runs with `python -u`,
-    # would write its end by itself.
+    # The job's log shows each line at once, and whole. Under `python -u`, as torchrun starts ranks,
+    # a line's end is written by itself, and lines of several ranks mix.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
     check_gpus()
     torch.set_num_threads(cores_of_this_rank())
@@ -224,7 +224,7 @@ def check_gpus() -> None:
         sys.exit(
             f"train_dnn.py: error: the host has {there} GPUs (SM_NUM_GPUS), but torch sees "
             f"{seen}: driver {driver} does not fit the image's CUDA {torch.version.cuda}. Take an "
-            "image with an older CUDA, or its libraries for older drivers (docs/images.md)."
+            "image with an older CUDA, or its libraries for older drivers."
         )
 
 

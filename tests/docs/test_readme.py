@@ -151,7 +151,10 @@ def test_lines_that_resume_on_another_number_of_ranks():
 
 
 def test_lines_for_sdk_v3(jobs: Jobs, project: Path):
+    boto3.client("s3").create_bucket(Bucket="any")
+    boto3.client("s3").put_object(Bucket="any", Key="data/file", Body=b"")
     names = {"role": jobs.role, "image": "123456789012.dkr.ecr.us-east-1.amazonaws.com/any:1"}
+    names["data"] = "s3://any/data"
     exec(compile(V3, "README.md", "exec"), names)
     name = names["trainer"]._latest_training_job.training_job_name
     job = jobs.wait(name)

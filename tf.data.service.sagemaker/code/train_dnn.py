@@ -82,7 +82,7 @@ def main() -> str:
         # As large as all ranks' batches together allow, but not at once (Goyal et al., 2017).
         warm = min(1.0, (done + 1) / args.warmup_steps) if args.warmup_steps else 1.0
         optimizer.learning_rate.assign(args.lr * (1 + (ranks.size - 1) * warm))
-        # The votes of the step before are read: these, a GPU would have to be waited for.
+        # The votes of the step before: reading this step's would wait for the GPU.
         stopping = float(votes) > 0
         vote = tf.constant(float(stop_requested.is_set()))
         loss, votes = train_step(images, labels, vote)

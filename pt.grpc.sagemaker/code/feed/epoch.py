@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CALLS_BESIDE = 2  # calls that a rank has open at a host, beyond its share of the workers there
 MAX_THREADS = 64  # of a rank, for all hosts together
-OVERDUE = 4  # times what the fastest host takes for a batch
+OVERDUE = 4  # times what the fastest host takes for a batch; the second time 16, and so on
 OVERDUE_SECONDS = 0.1  # at least
 MARGIN = 1.5  # by which a slower host is asked sooner than it would have to be
 RETRY_PAUSE = 0.5  # seconds
@@ -38,7 +38,7 @@ class Host:
     workers: int = 0
     is_up: bool = False  # it has answered, and not failed since
     failure: str = ""  # what went wrong first since its last batch
-    failing_since: float = field(default_factory=time.monotonic)  # when that was
+    failing_since: float = field(default_factory=time.monotonic)  # when; inf: it is well
     latency: float = 0.0  # seconds from asking for a batch until it was ready, lately
 
     def calls(self) -> int:

@@ -72,7 +72,7 @@ class Feed:
                         print(f"feed: {failures[-1]} of epoch {it.epoch}", flush=True)
                         worker = self.start_worker()
             else:
-                text = f"{', and then '.join(failures)}: does it take more than there is?"
+                text = f"{', and then '.join(failures)}: is there memory for it?"
                 answer.put(deque([error_header(text)]))
 
     def start_worker(self) -> Worker:

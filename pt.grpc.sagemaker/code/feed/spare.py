@@ -3,7 +3,7 @@
     python feed/spare.py 2,3,6,7 train_data.py ...
 
 runs the program on these vCPUs alone, and while nobody else wants to run there: Linux's scheduling
-policy IDLE. They are whole physical cores, since a vCPU takes from the other one of its core.
+policy IDLE. `cores` leaves whole physical cores to the ranks, since two vCPUs share one.
 """
 
 import os
@@ -17,7 +17,7 @@ SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 def cores(ranks: int, most: int | None = None) -> list[int]:
     """Return the numbers of the vCPUs that are spare: all but a physical core for each rank.
 
-    most: so many of all instead.
+    most: return the last so many of all vCPUs instead, whole cores or not.
     """
     by_core: dict[str, list[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):

@@ -1,8 +1,8 @@
 """How a batch travels: a header that names its parts, then the bytes of its tensors and arrays.
 
 Nothing is pickled, so no message can run code at its receiver. grpcio-tools compiles
-dataset_feed.proto when this module is imported, and the protobuf that is installed, which differs
-between containers, makes the messages' classes of it.
+dataset_feed.proto when this module is imported, so that the messages' classes are those of the
+protobuf that is installed: containers have different ones.
 """
 
 import functools

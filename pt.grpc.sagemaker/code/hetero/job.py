@@ -21,10 +21,12 @@ def run(
 ) -> None:
     """Run this host's part of the job, and exit with status 1 if the job fails.
 
-    commands: what the hosts of each group run. That of `training_group`, `ranks` times on each,
-    starts when all hosts are there, and its end is the job's. The others serve until then. A server
-    that ends is started again, and at last left alone, unless it was the last of its group, or on a
-    host that is `needed`. beside: a server that the training hosts run, too.
+    commands: what the hosts of each group run. The command of `training_group` starts when all
+    hosts are there, `ranks` times on each of its hosts; when all ranks have ended, the job ends.
+    The other commands are servers, and run until then. One that ends is started again, a few times,
+    and then left alone; the job fails if it was the last of its group, or on a host that is
+    `needed`.
+    beside: the command of a server that the training hosts run, too.
     """
     who = f"host={cluster.host} group={cluster.group} instance_type={cluster.instance_type}"
     print(who, flush=True)

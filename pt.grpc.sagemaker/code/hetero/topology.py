@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 BASE_DIR = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
-BASE_PORT = 7710  # the leader's; rank 0's, data servers' and TensorFlow workers' are above it
+BASE_PORT = 7710  # the leader's
+# Above it: rank 0's, as MASTER_PORT, the host's data server's, and TensorFlow's, one for each rank.
 MASTER_PORT, SERVER_PORT, WORKER_PORT = 1, 2, 10
 
 

@@ -16,7 +16,7 @@ from hetero.messages import (
 from hetero.process import Process
 from hetero.topology import Cluster, rank_environment
 
-RESTARTS, HEALTHY_SECONDS = 3, 60  # of a data server in a row, and when it counts as well again
+RESTARTS, HEALTHY_SECONDS = 3, 60  # of a data server in a row; so long without one ends the row
 STOP_SECONDS = 5  # from SIGTERM to SIGKILL for what still runs when the job has ended
 
 
@@ -31,10 +31,12 @@ class Host:
         self.until_sigterm: list[Process] = []  # the ranks among them that have not got it
         self.writer: asyncio.StreamWriter | None = None
         self.report = {"token": TOKEN, "host": cluster.host, "sigterm": False, "stopped": False}
-        # Ranks that have not ended. The first failure here: whether a rank was cut off, when, and a
-        # sentence. The data server that is left alone: when, and a sentence.
         running = [*range(cluster.rank * ranks, (cluster.rank + 1) * ranks)]
-        self.report |= {"running": running, "failure": None, "server": None}
+        self.report |= {
+            "running": running,  # ranks that have not ended
+            "failure": None,  # the first one here: was it cut off, when, a sentence
+            "server": None,  # the data server, once it is not restarted: when, a sentence
+        }
 
     def say(self, **news) -> None:
         """Report to the leader, if there is a connection yet."""

@@ -16,8 +16,8 @@ from hetero.messages import (
 from hetero.process import TICK_SECONDS
 from hetero.topology import Cluster
 
-# A rank that fails may exit long after others that miss it, and is the better reason. So long is
-# one waited for when a rank has failed by itself, and when it was cut off from another.
+# The rank that is the cause may exit after those that have lost it. So long is it waited for when
+# one has failed by an error of its own, and when all so far were cut off from another.
 SETTLE_SECONDS, CAUSE_SECONDS = 1, 10
 SIGTERM_SECONDS = 100  # for the ranks to end when the job is stopped: SageMaker kills at 120
 GOODBYE_SECONDS = 10  # for all hosts to stop their processes at the end, and again for all to exit
@@ -27,7 +27,7 @@ class Leader:
     """Decides, by what all hosts report, when training starts and how the job ends."""
 
     def __init__(self, cluster: Cluster):
-        self.cluster = cluster  # whose group, on the leader's host, is the training's
+        self.cluster = cluster  # the leader's own group is the training group
         self.members: dict[str, asyncio.StreamWriter] = {}  # hosts that have come, and not left
         self.reports: dict[str, dict] = {}  # the last one of each that has come: see Host
         self.since: dict[str, float] = {}  # when `lasts` was first asked of something

@@ -5,9 +5,9 @@ import json
 import os
 
 TOKEN = os.environ.get("HETERO_TOKEN", "")  # by which the job's hosts know each other
-LONGEST_LINE = 16384  # bytes; of a reason's characters, 1000 at most, each can take 6 in JSON
+LONGEST_LINE = 16384  # bytes; a reason has 1000 characters, each of which takes 12 in JSON at most
 JOIN_SECONDS = 600  # hosts load the image and their data, and not equally fast
-HELLO_SECONDS = 5  # for a connection to say who it is
+HELLO_SECONDS = 5  # to connect, and for who has connected to say who it is
 BEAT_SECONDS, LOST_SECONDS = 2, 20  # a host without signs of life is lost
 
 

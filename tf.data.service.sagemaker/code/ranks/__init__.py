@@ -1,4 +1,4 @@
-"""How the ranks of a training keep in step: copy this folder, and of collectives.py one class."""
+"""How the ranks of a training keep in step, by tf.distribute or by Horovod: copy this folder."""
 
 from ranks.collectives import HorovodRanks, TensorFlowRanks, connect
 

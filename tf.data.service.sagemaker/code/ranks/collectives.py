@@ -100,7 +100,7 @@ def take_share(local_rank: int, local_size: int) -> int:
         sys.exit(
             f"collectives.py: error: the host has {there} GPUs (SM_NUM_GPUS), but TensorFlow sees "
             f"{len(gpus)}: driver {driver} does not fit the image's CUDA {cuda}. Take an image "
-            "with an older CUDA, or its libraries for older drivers (docs/images.md)."
+            "with an older CUDA, or its libraries for older drivers."
         )
     if gpus:
         tf.config.set_visible_devices(gpus[local_rank], "GPU")

@@ -2,8 +2,8 @@
 
     python ranks/horovod_rank.py train_dnn.py --batch-size 128
 
-To be started once for each rank with what torchrun or hetero/ put into the environment (RANK,
-WORLD_SIZE, MASTER_ADDR, ...). The ranks find each other through a small server beside rank 0, and
+To be started once for each rank with what hetero/ puts into the environment (RANK, WORLD_SIZE,
+MASTER_ADDR, ...). The ranks find each other through a small server beside rank 0, and
 then talk over Gloo (NCCL between GPUs).
 """
 
