@@ -30,7 +30,7 @@ def main() -> None:
         hetero.fail("data-mode 'service' needs a data group: use 'local' in a job without one.")
 
     channels, ranks = hetero.BASE_DIR / "input" / "data", args.processes_per_host
-    train_data = [sys.executable, "train_data.py", *words, "--bind", cluster.server]
+    train_data = [sys.executable, "train_data.py", *words]
     train_data += ["--train-dir", str(channels / "training")]
 
     beside, takes_data = None, data_hosts and args.data_mode in (None, "service")
@@ -49,6 +49,7 @@ def main() -> None:
     train_dnn += ["--model-dir", str(hetero.BASE_DIR / "model")]
     train_dnn += ["--checkpoint-dir", str(hetero.BASE_DIR / "checkpoints")]
 
+    train_data += ["--bind", cluster.server]
     commands = {args.data_group: train_data, dnn_group: train_dnn}
     hetero.run(cluster, dnn_group, commands, ranks=ranks, beside=beside)
 

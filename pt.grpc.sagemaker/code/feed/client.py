@@ -2,10 +2,10 @@
 
     dataset = RemoteDataset(["algo-1:7712", "algo-2:7712"], token)
     sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
-    batches = RemoteBatches(dataset, BatchKeys(BatchSampler(sampler, 64, drop_last=True)))
-    loader = DataLoader(batches, batch_size=None, collate_fn=as_is)
+    keys = BatchKeys(BatchSampler(sampler, 64, drop_last=True), seed=0)
+    loader = DataLoader(RemoteBatches(dataset, keys), batch_size=None, collate_fn=as_is)
     for epoch in range(3):
-        batches.set_epoch(epoch)
+        keys.set_epoch(epoch)
         for batch in loader:
             ...
 
