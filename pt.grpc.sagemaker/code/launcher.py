@@ -49,8 +49,8 @@ def main() -> None:
     train_dnn += ["--model-dir", str(hetero.BASE_DIR / "model")]
     train_dnn += ["--checkpoint-dir", str(hetero.BASE_DIR / "checkpoints")]
 
-    train_data += ["--bind", cluster.server]
-    commands = {args.data_group: train_data, dnn_group: train_dnn}
+    serve = [*train_data, "--bind", cluster.server]
+    commands = {args.data_group: serve, dnn_group: train_dnn}
     hetero.run(cluster, dnn_group, commands, ranks=ranks, beside=beside)
 
 
