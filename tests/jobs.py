@@ -85,11 +85,15 @@ class Jobs:
         trainer.train(wait=False, logs=False)
         return trainer._latest_training_job.training_job_name
 
+    def describe(self, name: str) -> dict:
+        """DescribeTrainingJob's answer."""
+        return boto3.client("sagemaker").describe_training_job(TrainingJobName=name)
+
     def wait(self, name: str, seconds: float = 120) -> dict:
         """Wait for the job's end and return DescribeTrainingJob's answer."""
-        client, deadline = boto3.client("sagemaker"), time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            job = client.describe_training_job(TrainingJobName=name)
+            job = self.describe(name)
             if job["TrainingJobStatus"] not in ("InProgress", "Stopping"):
                 return job
             time.sleep(0.25)
@@ -100,9 +104,10 @@ class Jobs:
         return self.wait(self.create(*args, **settings))
 
     def wait_for_log(self, name: str, text: str, seconds: float = 60, times: int = 1) -> None:
-        """Wait until the job's hosts have printed `text` so many times."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        """Wait until the job's hosts have printed `text` so many times, or the job has ended."""
+        deadline, status = time.monotonic() + seconds, "InProgress"
+        while time.monotonic() < deadline and status == "InProgress":
+            status = self.describe(name)["TrainingJobStatus"]
             if sum(text in line for line in self.log(name)) >= times:
                 return
             time.sleep(0.25)

@@ -216,7 +216,7 @@ threading.Thread(target=bother, daemon=True).start()
 def test_tensorflow_on_two_hosts_with_a_stranger(
     completed, tmp_path: Path, name: str, distribution: str, port: int
 ):
-    files = {path.name: path.read_text() for path in (TENSORFLOW / "code").glob("*.py")}
+    files = texts_in(TENSORFLOW / "code")
     title, rest = files["train_data.py"].split("import arguments", 1)
     files["train_data.py"] = f"{title}{STRANGER.replace('PORT', str(port))}\nimport arguments{rest}"
     log = completed(

@@ -50,7 +50,7 @@ def start(jobs: Jobs, records: str):
     """Starts jobs of the example; `changes` are pairs of an old and a new text, by file."""
 
     def start(groups: dict | None, changes: dict | None = None, **settings) -> endings.Running:
-        files = {path.name: path.read_text() for path in CODE.glob("*.py")}
+        files = texts_in(CODE)
         for file, pairs in (changes or {}).items():
             for old, new in pairs:
                 assert files[file].count(old) == 1, (file, old)
