@@ -106,7 +106,7 @@ class Jobs:
     def wait_for_log(self, name: str, text: str, seconds: float = 60, times: int = 1) -> None:
         """Wait until the job's hosts have printed `text` so many times, or the job has ended."""
         deadline, status = time.monotonic() + seconds, "InProgress"
-        while time.monotonic() < deadline and status == "InProgress":
+        while time.monotonic() < deadline and status in ("InProgress", "Stopping"):
             status = self.describe(name)["TrainingJobStatus"]
             if sum(text in line for line in self.log(name)) >= times:
                 return
