@@ -13,8 +13,7 @@ from jobs import Jobs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "pt.grpc.sagemaker" / "code"))
 
-import spare  # noqa: E402
-
+from feed import spare  # noqa: E402
 from feed.epoch import CALLS_BESIDE, Host  # noqa: E402
 
 
