@@ -60,14 +60,15 @@ def measured(
         instance_type: Such as "ml.g5.xlarge", where neither SageMaker nor EC2 says it.
 
     Raises:
-        ValueError: how many batches the loader can hold ready is not known.
+        ValueError: how many batches the loader can hold ready is not known, or a number is wrong.
     """
     if id(loader) not in _loops:  # there it stays alive, so that no other loader gets its id
         dataset, workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", None)
         known = 0 if workers == 0 else None
         if hasattr(dataset, "read_ahead"):  # feed's RemoteBatches, for which data hosts hold some
-            known = dataset.read_ahead + sum(host.calls() for host in dataset.dataset.hosts)
-        elif workers:
+            calls = sum(host.calls() for host in dataset.dataset.hosts)
+            known = _most_of_all_ranks(dataset.read_ahead + calls)
+        elif workers and getattr(loader, "prefetch_factor", None):
             known = loader.prefetch_factor * workers + 2
         buffer = known if buffer is None else buffer
         if buffer is None:
@@ -75,6 +76,8 @@ def measured(
                 f"How many batches this {type(loader).__name__} can hold ready is not known: give "
                 "measured(loader, buffer=N), 0 if it prepares each batch when asked for it."
             )
+        if buffer < 0 or accumulation < 1:
+            raise ValueError("buffer must be 0 or more, and accumulation 1 or more")
         workers = workers or buffer // 2
         loop = MeasuredLoop(loader, steps, buffer, workers, accumulation, instance_type)
         _loops[id(loader)] = loop
@@ -113,6 +116,13 @@ class MeasuredLoop:
             self.left = len(self.loader)
         except TypeError:  # only its end says how long it is
             self.left = sys.maxsize
+        least = self.buffer + self.settling + self.stretch
+        if self.left < least:  # the batches come as they are
+            if not self.reported:
+                _say(f"measured: epochs of {self.left} batches are too short: it takes {least}")
+            self.reported = True
+            yield from self._steps(batches, self.left)
+            return
         while not self.steps or self.done < self.steps or len(self.repeated) < MIN_CYCLES:
             if len(self.real) == len(self.repeated):
                 deque(islice(batches, self.buffer), maxlen=0)
@@ -210,8 +220,11 @@ def _sample(loader: Any) -> tuple[float, int, int]:
     elif torch and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     try:
-        with open("/proc/stat") as file:  # its first line: user, nice, system, idle, iowait, ...
-            ticks = [int(number) for number in file.readline().split()[1:9]]
+        with open("/proc/stat") as file:  # of each vCPU: user, nice, system, idle, iowait, ...
+            rows = [line.split() for line in file]
+        own = {f"cpu{number}" for number in os.sched_getaffinity(0)}  # which this process may use
+        used = [[int(number) for number in row[1:9]] for row in rows if row[0] in own]
+        ticks = [sum(column) for column in zip(*used, strict=True)] or [0] * 8
     except OSError:  # not Linux: the use of the CPUs is not known
         ticks = [0] * 8
     return time.perf_counter(), sum(ticks) - ticks[3] - ticks[4], sum(ticks)
@@ -228,7 +241,7 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
     elif cpu < CPU_BOUND_PERCENT:
         verdict = "not CPU-bound: look at the number of data workers, at storage and network"
     use = "not known"
-    if cpu == cpu:
+    if cpu == cpu and training_cpu == training_cpu:
         use = f"{cpu:.0f} %, without data {training_cpu:.0f} %"
     known_type, count, machine = _machine()
     numbers = {
@@ -241,7 +254,8 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
         "source": f"Measured in one run on {machine}: medians of {len(repeated)} stretches of "
         f"{steps} steps, {spread} with real batches, {floor_spread} with a repeated one",
     }
-    numbers = {name: value for name, value in numbers.items() if value and value == value}  # no nan
+    known = {name: value for name, value in numbers.items() if value == value}  # without nan
+    numbers = {name: value for name, value in known.items() if value != ""}
     _say(
         f"step time     {step_ms:.1f} ms ({spread})\nwithout data  {floor_ms:.1f} ms "
         f"({floor_spread})\ndata costs    {costs:.0f} % of a step\n"
@@ -282,16 +296,23 @@ def _machine() -> tuple[str, int, str]:
     folder = os.environ.get("SM_INPUT_CONFIG_DIR", "/opt/ml/input/config")
     path = Path(folder, "resourceconfig.json")
     if path.exists():
-        config = json.loads(path.read_text())
-        if len(config.get("instance_groups", [])) > 1:  # others prepare data: no formula for that
+        try:
+            config = json.loads(path.read_text())
+            name, hosts = config["current_instance_type"], len(config["hosts"])
+            # Other groups' hosts may prepare data: there is no formula for that.
+            known = name.startswith("ml.") and len(config.get("instance_groups") or []) < 2
+            return (name, hosts, machine) if known else ("", 1, machine)
+        except (AttributeError, LookupError, TypeError, ValueError):  # not SageMaker's
             return "", 1, machine
-        return config["current_instance_type"], len(config["hosts"]), machine
+    # torchrun's: ranks in all, and on this host
+    world, here = (int(os.environ.get(n, "1")) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    hosts = world // here if "LOCAL_WORLD_SIZE" in os.environ else 1
     place = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254")
     try:
         token = _ask(f"{place}/latest/api/token", "PUT", "X-aws-ec2-metadata-token-ttl-seconds: 60")
         token = f"X-aws-ec2-metadata-token: {token}"
         name = _ask(f"{place}/latest/meta-data/instance-type", "GET", token)
-        return f"ml.{name}", 1, machine
+        return f"ml.{name}", hosts, machine
     except (OSError, ValueError, HTTPException):  # this is no instance of EC2
         return "", 1, machine
 
@@ -303,6 +324,16 @@ def _ask(url: str, method: str, header: str) -> str:
     request = urllib.request.Request(url, method=method, headers=headers)
     with direct.open(request, timeout=0.3) as answer:
         return answer.read().decode()
+
+
+def _most_of_all_ranks(number: int) -> int:
+    """The largest of the ranks' numbers: they all must change to repeated steps at once."""
+    dist = getattr(sys.modules.get("torch"), "distributed", None)
+    if not (dist and dist.is_available() and dist.is_initialized()):
+        return number
+    numbers = [number] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    return max(numbers)
 
 
 def _say(text: str) -> None:

@@ -39,6 +39,12 @@ def test_each_rank_keeps_a_physical_core(monkeypatch, tmp_path, ranks, most, exp
     assert spare.cores(ranks, most) == expected
 
 
+def test_vcpus_whose_cores_are_not_told_are_taken_as_cores(monkeypatch, tmp_path):
+    monkeypatch.setattr(spare, "SIBLINGS", f"{tmp_path}/{{}}")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    assert spare.cores(1) == [1, 2]
+
+
 def test_own_server_and_data_host_share_the_batches_and_either_does_for_both(start):
     address = f"unix-abstract:spare cores of {os.getpid()}"
     own = start("paced", address=address, environment={"PACE": "50"})

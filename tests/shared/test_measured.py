@@ -3,6 +3,7 @@
 import http.server
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -216,6 +217,37 @@ def test_says_what_is_missing(capsys):
     )
 
 
+def test_epochs_that_are_too_short_come_as_they_are(clock, capsys):
+    loop = measured(SimulatedLoader(clock, 8, seconds=0.1, length=13))
+    assert [len(list(loop)) for _ in range(3)] == [13] * 3
+    assert capsys.readouterr().out.count("epochs of 13 batches are too short: it takes 66") == 1
+
+
+def test_ranks_agree_on_the_largest_buffer(tmp_path):
+    """Their data hosts may differ: each has a server on its own host's spare cores."""
+    program = (
+        "import sys, torch.distributed as dist, measured\n"
+        "store, rank = f'file://{sys.argv[1]}', int(sys.argv[2])\n"
+        "dist.init_process_group('gloo', init_method=store, rank=rank, world_size=2)\n"
+        "print(measured._most_of_all_ranks(10 + rank))\n"
+        "dist.destroy_process_group()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], cwd=ROOT / "shared", stdout=-1, text=True)
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=100)[0] for rank in ranks] == ["11\n"] * 2
+
+
+def test_only_vcpus_that_the_process_may_use_count(monkeypatch):
+    own = os.sched_getaffinity(0)
+    *_, ticks = module._sample(None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {min(own)})
+    *_, ticks_of_one = module._sample(None)
+    assert ticks_of_one == pytest.approx(ticks / len(own), rel=0.05)
+
+
 @pytest.fixture
 def printed(clock, capsys) -> str:
     """What a run prints that says after 72 steps what it has found."""
@@ -291,6 +323,10 @@ def test_sagemaker_says_the_instances_of_a_homogeneous_job(monkeypatch, tmp_path
         config["instance_groups"] = [{}] * groups
         (tmp_path / "resourceconfig.json").write_text(json.dumps(config))
         assert module._machine()[:2] == expected
+    local = json.dumps({**config, "current_instance_type": "local_gpu"})
+    for text in ("{", "[]", '{"hosts": null}', local):  # not what SageMaker writes
+        (tmp_path / "resourceconfig.json").write_text(text)
+        assert module._machine()[:2] == ("", 1)
 
 
 def test_prints_when_the_program_ends():

@@ -21,7 +21,9 @@ def cores(ranks: int, most: int | None = None) -> list[int]:
     """
     by_core: dict[str, list[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
-        by_core.setdefault(Path(SIBLINGS.format(cpu)).read_text(), []).append(cpu)
+        siblings = Path(SIBLINGS.format(cpu))
+        core = siblings.read_text() if siblings.exists() else str(cpu)  # a container may hide it
+        by_core.setdefault(core, []).append(cpu)
     if most is None:
         return sum([*by_core.values()][ranks:], [])
     everyone = sum(by_core.values(), [])
