@@ -375,15 +375,20 @@ def test_program_that_leaves_in_the_middle_of_an_epoch_ends(hosts, end):
         from grpc._channel import _RPCState
         from data_hosts import *
 
+        is_end = threading.Event()
+
         def hold_locks():
+            is_end.wait()
             for state in gc.get_objects():
                 if isinstance(state, _RPCState) and state.code is None:  # it goes on
                     state.condition.acquire()
 
+        thread = threading.Thread(target=hold_locks, daemon=True)
+        thread.start()  # now: Python 3.12 starts none at its end
+
         @atexit.register  # the last one to run
         def stop_threads():
-            thread = threading.Thread(target=hold_locks)
-            thread.start()
+            is_end.set()
             thread.join()
 
         def wait():

@@ -53,7 +53,7 @@ def test_a_sample_that_kills_its_process_is_an_error_and_no_endless_loop(start):
     batches = iter(service([host], [[0], [DEADLY], [1]]))
     next(batches)
     died = r"a worker process has died \(exit code -9\) over batch 1"
-    with pytest.raises(DatasetError, match=f"batch 1: {died}, and then {died}: does it take more"):
+    with pytest.raises(DatasetError, match=f"batch 1: {died}, and then {died}: is there memory"):
         next(batches)
     assert len(list(service([host], BATCHES))) == 100  # it serves on
 
