@@ -356,7 +356,7 @@ def test_lines_for_sdk_v2(
     Not here: the image's own entry point, which gives gethostname() another name and calls `train`.
     """
     folder = tmp_path / "project"
-    (folder / "code").mkdir(parents=True)
+    (folder / "code" / "hetero").mkdir(parents=True)
     for path, text in project(name).items():
         (folder / "code" / path).write_text(text)
     monkeypatch.chdir(folder)
