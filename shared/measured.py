@@ -254,8 +254,7 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
         "source": f"Measured in one run on {machine}: medians of {len(repeated)} stretches of "
         f"{steps} steps, {spread} with real batches, {floor_spread} with a repeated one",
     }
-    known = {name: value for name, value in numbers.items() if value == value}  # without nan
-    numbers = {name: value for name, value in known.items() if value != ""}
+    numbers = {k: value for k, value in numbers.items() if value != "" and value == value}  # nan
     _say(
         f"step time     {step_ms:.1f} ms ({spread})\nwithout data  {floor_ms:.1f} ms "
         f"({floor_spread})\ndata costs    {costs:.0f} % of a step\n"
@@ -304,9 +303,8 @@ def _machine() -> tuple[str, int, str]:
             return (name, hosts, machine) if known else ("", 1, machine)
         except (AttributeError, LookupError, TypeError, ValueError):  # not SageMaker's
             return "", 1, machine
-    # torchrun's: ranks in all, and on this host
-    world, here = (int(os.environ.get(n, "1")) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    hosts = world // here if "LOCAL_WORLD_SIZE" in os.environ else 1
+    ranks = os.environ.get("WORLD_SIZE", "1")  # torchrun's: in all, and on this host
+    hosts = int(ranks) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     place = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254")
     try:
         token = _ask(f"{place}/latest/api/token", "PUT", "X-aws-ec2-metadata-token-ttl-seconds: 60")
@@ -314,7 +312,7 @@ def _machine() -> tuple[str, int, str]:
         name = _ask(f"{place}/latest/meta-data/instance-type", "GET", token)
         return f"ml.{name}", hosts, machine
     except (OSError, ValueError, HTTPException):  # this is no instance of EC2
-        return "", 1, machine
+        return "", hosts, machine
 
 
 def _ask(url: str, method: str, header: str) -> str:

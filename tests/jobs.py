@@ -13,9 +13,9 @@ import boto3
 from sagemaker.core.training.configs import Compute, InstanceGroup, SourceCode, StoppingCondition
 from sagemaker.train import ModelTrainer
 
+from pages import ROOT
 from shared.logs import logs_so_far
 
-ROOT = Path(__file__).parent.parent
 TWO_GROUPS = {"data_group": ("ml.c5.9xlarge", 1), "dnn_group": ("ml.p3.2xlarge", 1)}
 # The beginning of a script of a job: its host's instance group.
 READ_CONFIG = """

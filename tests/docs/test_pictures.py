@@ -15,7 +15,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.transforms import Bbox
 
-ROOT = Path(__file__).parents[2]
+from pages import ROOT
+
 sys.path.insert(0, str(ROOT / "scripts"))
 import pictures  # noqa: E402
 

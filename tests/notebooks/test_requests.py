@@ -23,9 +23,9 @@ from moto.sagemaker.models import sagemaker_backends
 
 from cells import cells_that_ask, run_cells
 from jobs import request
+from pages import ROOT
 from shared import monitoring
 
-ROOT = Path(__file__).parents[2]
 STORED = Path(__file__).parent / "requests"
 
 # What is asked of AWS does not depend on it, and it takes time to make.

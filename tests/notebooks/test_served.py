@@ -14,10 +14,10 @@ import pytest
 from moto import mock_aws
 from sagemaker.core import image_uris
 
+from pages import ROOT
 from shared import costs, prices
 from shared.jobs import instances_of
 
-ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "docs" / "images.md").read_text()
 AS_FOUND_ON = re.search(r"As found on (\S+),", SECTION)[1]
 REGIONS = sorted(set(re.findall(r"\b[a-z]{2}-[a-z]+-\d\b", SECTION.split("**Regions:**")[1])))

@@ -10,7 +10,8 @@ import pytest
 from sagemaker.core.training.configs import Compute, InputData, SourceCode
 from sagemaker.train import ModelTrainer
 
-ROOT = Path(__file__).parents[2]
+from pages import ROOT
+
 PYTORCH = ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb"
 NOTEBOOKS = sorted(ROOT.glob("*.sagemaker/*.ipynb"))
 PRINTED = [

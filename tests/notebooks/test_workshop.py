@@ -8,18 +8,16 @@ import ast
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
 import permissions
-from pages import SOLUTIONS
+from pages import ROOT, SOLUTIONS
 from shared import workshop
 
 pytestmark = pytest.mark.timeout(900)  # six jobs, in the first test that asks for the lab
-ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb"
 CELLS = nbformat.read(NOTEBOOK, as_version=4).cells
 EXERCISES = [cell.source for cell in CELLS if "exercise" in cell.metadata.get("tags", [])]

@@ -27,10 +27,10 @@ from moto.server import ThreadedMotoServer
 from moto.servicequotas.responses import ServiceQuotasResponse
 
 from jobs import request
+from pages import ROOT
 from scripts import aws, results, started_jobs
 from shared import prices
 
-ROOT = Path(__file__).parents[2]
 ACCOUNT, BUCKET = "123456789012", "outputs-of-jobs"
 # Some of the SDK's clients name AWS's own addresses, whatever AWS_ENDPOINT_URL says.
 NOTHING_GOES_OUT = """

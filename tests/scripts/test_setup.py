@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from pages import ROOT
+
 CACHE = os.environ.get("UV_CACHE_DIR", Path.home() / ".cache" / "uv")
 
 

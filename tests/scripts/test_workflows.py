@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from pages import ROOT
+
 WEEKLY = yaml.safe_load((ROOT / ".github" / "workflows" / "newest.yml").read_text())
 STEPS = {step["name"]: step for step in WEEKLY["jobs"]["demo"]["steps"] if "name" in step}
 

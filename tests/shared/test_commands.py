@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from pages import ROOT
+
 ADVISOR = "shared.advisor --instance ml.p4d.24xlarge --step-ms 192 --accelerator-ms 80"
 
 

@@ -205,6 +205,8 @@ def test_knows_what_a_loader_of_data_hosts_holds(start):
 def test_says_what_is_missing(capsys):
     with pytest.raises(ValueError, match="How many batches this list can hold ready is not known"):
         measured([1, 2, 3])
+    with pytest.raises(ValueError, match="How many batches this SimpleNamespace can hold ready"):
+        measured(SimpleNamespace(num_workers=8))  # no DataLoader: it has no prefetch_factor
     loop = measured(range(30), buffer=4)
     for _ in loop:
         pass
@@ -358,6 +360,9 @@ def test_ec2_says_the_instance_type(monkeypatch):
         place = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", place)
         assert module._machine()[:2] == ("ml.g5.xlarge", 1)
+        monkeypatch.setenv("WORLD_SIZE", "32")  # as torchrun says it on each of four hosts
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+        assert module._machine()[:2] == ("ml.g5.xlarge", 4)
         server.shutdown()
 
 

@@ -38,9 +38,9 @@ FINAL = {  # errors that the next call would get, too
 class RemoteDataset(Dataset):
     """The Dataset that `hosts` ("host:port") serve: what a sampler needs of it, its length.
 
-    Waits up to `timeout` seconds for the first host; while batches are fetched, no host may answer
-    for as long. Raises PermissionError when one refuses the token, ConnectionError when none
-    answers.
+    Waits up to `timeout` seconds for the first host to answer; all may be silent for as long later,
+    while batches are fetched. Raises PermissionError when one refuses the token, ConnectionError
+    when none answers.
     """
 
     def __init__(self, hosts: Sequence[str], token: str, timeout: float = 60.0):
