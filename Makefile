@@ -6,6 +6,9 @@ environment := .venv/.ready
 quick := $(foreach name,commands links monitoring permissions pictures prices served snippets workflows, \
 	$(wildcard tests/*/test_$(name).py))
 
+# Else every process would compile again what it imports, wherever an image sets this: seconds each.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test quick containers aws bench soak lab lint clean
 
 help: ## list the targets
@@ -14,8 +17,8 @@ help: ## list the targets
 demo: $(environment) ## run the notebooks on this machine, without an AWS account; results in build/
 	@$(python) scripts/demo.py
 
-test: $(environment) ## run the tests, two files at a time: in many of them processes wait
-	@$(python) -m pytest -n 2 --dist loadfile
+test: $(environment) ## run the tests, three files at a time: in many of them processes wait
+	@$(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 quick: $(environment) ## for who changes a line: the style, and the tests that start no job
 	@$(python) -m ruff format --check -q . && $(python) -m ruff check -q .

@@ -337,6 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.as_of and not options.jobs:
                 raise ValueError("--as-of is for training jobs.")
             if options.refresh:
+                print(f"asking AWS for its training prices of {options.refresh} ...", flush=True)
                 prices = refresh_prices(options.refresh)
                 file = cache_file(options.refresh)
                 print(f"{len(prices)} training prices of {options.refresh} are now in {file}.")

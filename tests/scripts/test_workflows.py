@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -69,7 +68,7 @@ def test_weekly_job_says_what_broke_and_what_is_newer(clone: Path):
     known = re.search(r"^sagemaker==(\S+)", (clone / "requirements.txt").read_text(), re.M)[1]
     python = clone / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f"#!{sys.executable}\nprint('sagemaker==99.0\\nMoto==98.0\\nunknown==1.0')\n")
+    python.write_text("#!/bin/sh\nprintf 'sagemaker==99.0\\nMoto==98.0\\nunknown==1.0\\n'\n")
     python.chmod(0o755)
     run("say what broke", clone, GITHUB_STEP_SUMMARY=str(clone / "summary.md"))
     summary = (clone / "summary.md").read_text()

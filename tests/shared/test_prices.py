@@ -281,7 +281,9 @@ def test_the_command_refreshes_and_says_where_the_prices_are(cache, monkeypatch,
         aws.add_response("get_products", prices_of_aws)
         assert costs.main(["--refresh", "eu-west-1"]) == 0
         file = f"{cache}/prices-eu-west-1.csv"
-        assert capsys.readouterr().out == f"1 training prices of eu-west-1 are now in {file}.\n"
+        asked, kept = capsys.readouterr().out.splitlines()
+        assert asked == "asking AWS for its training prices of eu-west-1 ..."
+        assert kept == f"1 training prices of eu-west-1 are now in {file}."
 
         aws.add_client_error("get_products", "AccessDeniedException", "not authorized")
         assert costs.main(["--refresh", "eu-west-1"]) == 2
