@@ -39,6 +39,7 @@ RUN_SECONDS, CHECK_SECONDS = 120, 240  # a process that imports the framework; a
 STREAM_SECONDS = 1
 LIMIT_SECONDS, STOP_SECONDS = 1100, 60  # of all; after SIGTERM, 120 s before SageMaker's SIGKILL
 LONGEST = 1 << 20  # bytes of a line between hosts that know each other
+RESULT = "preflight found: "  # begins a process's result, among the lines that libraries print
 COMPATIBILITY = Path("/usr/local/cuda/compat")  # CUDA's libraries for older drivers
 BASE_DIR = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
 FAREWELL = f"host={os.environ.get('SM_CURRENT_HOST', '?')} ends"  # says that the log is complete
@@ -94,7 +95,6 @@ def fail(sentence: str) -> None:
 def examine(cluster: Cluster, ports: list[int]) -> dict:
     """This host's part of the table, what failed here, and what other checks need to know."""
     ended_well, output = run([sys.executable, __file__, "framework"])
-    ended_well = ended_well and output.startswith("{")  # else something else was printed last
     seen = json.loads(output) if ended_well else {"name": "does not load", "gpus": 0, "cuda": None}
     names, driver = list_gpus()
     told = max(len(names), int(os.environ.get("SM_NUM_GPUS") or 0))
@@ -175,7 +175,7 @@ def describe_framework() -> dict:
 
 
 def run(command: list[str], **environment: str) -> tuple[bool, str]:
-    """Run a command; whether it ended well, and its last line, or the error that it printed."""
+    """Run a command; whether it ended well, and the result or the error that it printed."""
     late = ""
     with tempfile.TemporaryFile("w+") as file:  # a pipe might be held open by what it has started
         streams = {"stdout": file, "stderr": subprocess.STDOUT, "timeout": RUN_SECONDS}
@@ -186,8 +186,9 @@ def run(command: list[str], **environment: str) -> tuple[bool, str]:
             status, late = 1, f"Error: no end within {RUN_SECONDS} s"
         file.seek(0)
         lines = [line.strip() for line in (*file, late) if line.strip()] or ["no output"]
-    if status == 0:
-        return True, lines[-1]
+    results = [line for line in lines if line.startswith(RESULT)]
+    if status == 0 and results:
+        return True, results[-1].removeprefix(RESULT)
     print(*lines[-30:], sep="\n", flush=True)
     # torchrun's own ChildFailedError comes after that of the process that it started.
     errors = [line for line in lines if re.search(r"(?<!ChildFailed)Error: ", line)] or lines
@@ -434,7 +435,8 @@ def run_rank(backend: str) -> None:
         if not (tensor == ranks).all():
             raise ArithmeticError(f"{ranks} ones make {tensor.min()} to {tensor.max()}")
     speed = tensor.nbytes / min(seconds) / 1e9 if ranks > 1 else 0
-    print(f"{backend}, {ranks} ranks, {speed:.2f} GB/s" if speed else f"{backend}, alone: works")
+    found = f"{backend}, {ranks} ranks, {speed:.2f} GB/s" if speed else f"{backend}, alone: works"
+    print(RESULT + found)
     dist.destroy_process_group()
 
 
@@ -499,7 +501,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["framework"]:
-        print(json.dumps(describe_framework()))
+        print(RESULT + json.dumps(describe_framework()))
     elif sys.argv[1:2] == ["rank"]:
         run_rank(sys.argv[2])
     else:

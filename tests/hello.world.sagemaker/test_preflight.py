@@ -81,7 +81,9 @@ def row(job: dict, label: str) -> list[str]:
 
 def test_hosts_that_are_well(jobs: Jobs):
     groups = {"data_group": ("ml.c6i.4xlarge", 1), "dnn_group": ("ml.g5.xlarge", 2)}
-    job = jobs.wait(start(jobs, groups=groups))
+    warn = "import atexit; atexit.register(print, 'a warning, as torchrun has them')"
+    text = PREFLIGHT.replace("import torch\n", f"import torch; {warn}\n")  # the last line, then
+    job = jobs.wait(start(jobs, text, groups))
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     assert row(job, "instance type") == ["ml.c6i.4xlarge", "ml.g5.xlarge", "ml.g5.xlarge"]
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
