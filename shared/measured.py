@@ -80,6 +80,7 @@ def measured(
             raise ValueError("buffer must be 0 or more, and accumulation 1 or more")
         workers = workers or buffer // 2
         loop = MeasuredLoop(loader, steps, buffer, workers, accumulation, instance_type)
+        loop.reported = _rank() > 0  # known now: when the program ends the ranks may have parted
         _loops[id(loader)] = loop
         _say(NOTICE)
         atexit.register(loop.report)
@@ -203,7 +204,7 @@ def _fresh(batch: Any) -> Any:
     """Copy the containers in a batch, which scripts take things out of, but not its tensors."""
     if isinstance(batch, tuple):
         parts = [_fresh(part) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+        return type(batch)._make(parts) if hasattr(batch, "_fields") else tuple(parts)
     if not isinstance(batch, (list, MutableMapping)):
         return batch
     copied = copy(batch)  # of the same class
@@ -326,16 +327,28 @@ def _ask(url: str, method: str, header: str) -> str:
 
 def _most_of_all_ranks(number: int) -> int:
     """The largest of the ranks' numbers: they all must change to repeated steps at once."""
-    dist = getattr(sys.modules.get("torch"), "distributed", None)
-    if not (dist and dist.is_available() and dist.is_initialized()):
+    if not (dist := _joined_ranks()):
         return number
     numbers = [number] * dist.get_world_size()
     dist.all_gather_object(numbers, number)
     return max(numbers)
 
 
+def _joined_ranks() -> Any:
+    """torch.distributed, if this process has joined the other ranks by it."""
+    dist = getattr(sys.modules.get("torch"), "distributed", None)
+    return dist if dist and dist.is_available() and dist.is_initialized() else None
+
+
+def _rank() -> int:
+    """This process's rank: PyTorch's, or what torchrun, mpirun or horovodrun say; else 0."""
+    if dist := _joined_ranks():
+        return dist.get_rank()
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK")
+    return int(next((os.environ[name] for name in names if name in os.environ), 0))
+
+
 def _say(text: str) -> None:
     """Print on rank 0."""
-    names = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK")  # torchrun's, mpirun's, horovodrun's
-    if next((os.environ[name] for name in names if name in os.environ), "0") == "0":
+    if _rank() == 0:
         print(text, flush=True)

@@ -1,6 +1,7 @@
 """Spare cores of the PyTorch example's training hosts prepare data, too."""
 
 import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -43,6 +44,21 @@ def test_vcpus_whose_cores_are_not_told_are_taken_as_cores(monkeypatch, tmp_path
     monkeypatch.setattr(spare, "SIBLINGS", f"{tmp_path}/{{}}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     assert spare.cores(1) == [1, 2]
+
+
+FORBID = """
+import os, runpy, sys
+def refuse(*args): raise PermissionError(1, "Operation not permitted")
+os.sched_setscheduler = refuse
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def test_where_the_policy_idle_is_forbidden_it_runs_at_the_lowest_priority():
+    arguments = [spare.__file__, str(min(os.sched_getaffinity(0))), "-c"]
+    program = "import os; print(os.nice(0), len(os.sched_getaffinity(0)))"
+    command = [sys.executable, "-c", FORBID, *arguments, program]
+    assert subprocess.check_output(command, text=True) == "19 1\n"
 
 
 def test_own_server_and_data_host_share_the_batches_and_either_does_for_both(start):

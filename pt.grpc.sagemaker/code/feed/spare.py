@@ -32,5 +32,8 @@ def cores(ranks: int, most: int | None = None) -> list[int]:
 
 if __name__ == "__main__":
     os.sched_setaffinity(0, map(int, sys.argv[1].split(",")))
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except PermissionError:  # a container may forbid it
+        os.nice(19)
     os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
