@@ -46,7 +46,8 @@ build/bench/packages/.ready: benchmarks/requirements.txt
 	@$(python) -m pip install -q --no-deps --upgrade --target build/bench/packages -r $<
 	@touch $@
 
-soak: $(environment) ## let random things happen to 50 training jobs and to the loader: half an hour and more
+soak: $(environment) ## all endings with PyTorch, 50 jobs to which random things happen, the loader: an hour
+	@$(python) tests/endings.py 3
 	@$(python) tests/soak.py 0 50
 	@SOAK=1 $(python) -m pytest $(addprefix tests/pt.grpc.sagemaker/test_feed_,hosts.py servers.py)
 

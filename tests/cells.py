@@ -10,7 +10,8 @@ import nbformat
 
 # Importing these takes a kernel ten seconds: here they are imported once, and each run is a fork.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["matplotlib.pyplot", "moto", "pandas", "sagemaker.train", "torch"])
+PACKAGES = ["matplotlib.pyplot", "moto", "pandas", "sagemaker.train", "tensorflow", "torch"]
+FORKS.set_forkserver_preload(PACKAGES)
 
 
 def cells_that_ask(notebook: Path) -> list[str]:

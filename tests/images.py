@@ -13,11 +13,11 @@ def image(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)
 
 
-def write_records(folder: Path, files: int, records: int, classes: int = 0, first: int = 0) -> None:
-    """Write files of pictures, numbered from `first`; their labels are that, modulo `classes`."""
+def write_records(folder: Path, files: int, records: int, classes: int = 0) -> None:
+    """Write files of numbered pictures; their labels are the numbers, modulo `classes`."""
     for file in range(files):
         with tf.io.TFRecordWriter(f"{folder}/{file:03}.tfrecord") as writer:
-            for number in range(first + file * records, first + (file + 1) * records):
+            for number in range(file * records, (file + 1) * records):
                 stream = io.BytesIO()
                 Image.fromarray(image(number)).save(stream, "PNG")
                 label = number % classes if classes else number

@@ -1,5 +1,6 @@
 """Training jobs on this machine, through the SageMaker SDK, for tests."""
 
+import functools
 import io
 import itertools
 import os
@@ -8,14 +9,18 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import boto3
+from sagemaker.core.helper import session_helper
 from sagemaker.core.training.configs import Compute, InstanceGroup, SourceCode, StoppingCondition
 from sagemaker.train import ModelTrainer
 
 from pages import ROOT
 from shared.logs import logs_so_far
 
+# The SDK would read botocore's table of all endpoints five times for each job.
+session_helper.botocore_resolver = functools.cache(session_helper.botocore_resolver)
 TWO_GROUPS = {"data_group": ("ml.c5.9xlarge", 1), "dnn_group": ("ml.p3.2xlarge", 1)}
 # The beginning of a script of a job: its host's instance group.
 READ_CONFIG = """
@@ -49,6 +54,8 @@ class Jobs:
 
     def __init__(self, role: str, folder: Path):
         self.role, self.folder = role, folder
+        # A boto3 session that makes each client once: tests that wait ask again and again.
+        self.aws = SimpleNamespace(client=functools.cache(boto3.client))
 
     def create(
         self, files: dict[str, str | bytes], command: str, groups: dict | None = None, **settings
@@ -87,7 +94,7 @@ class Jobs:
 
     def describe(self, name: str) -> dict:
         """DescribeTrainingJob's answer."""
-        return boto3.client("sagemaker").describe_training_job(TrainingJobName=name)
+        return self.aws.client("sagemaker").describe_training_job(TrainingJobName=name)
 
     def wait(self, name: str, seconds: float = 120) -> dict:
         """Wait for the job's end and return DescribeTrainingJob's answer."""
@@ -115,7 +122,7 @@ class Jobs:
 
     def log(self, name: str) -> list[str]:
         """All lines of all hosts so far."""
-        return [line.text for line in logs_so_far(name)]
+        return [line.text for line in logs_so_far(name, self.aws)]
 
 
 def start_kernel(body: str, folder: Path, **environment: str) -> subprocess.Popen:

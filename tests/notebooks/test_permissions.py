@@ -1,7 +1,8 @@
 """What the notebooks and `shared` ask of AWS, docs/permissions.md says that the role needs.
 
 The notebooks themselves, and what they leave, are held to it where they run: conftest.py has each
-kernel refuse what the policy does not allow, and test_workshop.py calls the rest there.
+kernel refuse what the policy does not allow, test_requests.py all that they ask of AWS itself, and
+test_workshop.py calls the rest.
 """
 
 import json
@@ -9,39 +10,15 @@ import re
 
 import pytest
 from botocore.exceptions import ClientError
-from test_requests import MOTO, ROOT
 
-from cells import cells_that_ask, run_cells
-from permissions import (
-    ACCOUNT,
-    TOLERATED,
-    Call,
-    Need,
-    allows,
-    inline_policy,
-    managed_policy,
-    missing,
-)
+from pages import ROOT
+from permissions import ACCOUNT, Call, Need, allows, inline_policy, managed_policy, missing
 from shared import costs
 
 POLICY = managed_policy("AmazonSageMakerFullAccess")
 # What that page says is needed beyond the policy, each with the command that needs it.
 PAGE = ROOT / "docs" / "permissions.md"
 BEYOND = re.findall(r"^\| `(\w+:\w+)` \|", PAGE.read_text(), re.MULTILINE)
-HELLO = ROOT / "hello.world.sagemaker" / "helloworld-example.ipynb"
-ENFORCE = """
-import permissions
-allowed, absent = permissions.enforce(permissions.managed_policy("AmazonSageMakerFullAccess"))
-"""
-
-
-def test_on_aws_the_first_cell_finds_the_role_with_the_policy_alone(monkeypatch):
-    """With a caller that has assumed a role, in moto's AWS; all other cells are run by nbval."""
-    monkeypatch.setenv("SAGEMAKER_TARGET", "aws")
-    allowed, absent = run_cells(
-        HELLO.parent, [MOTO, ENFORCE, *cells_that_ask(HELLO), "result = allowed, absent"]
-    )
-    assert absent == TOLERATED and "CreateTrainingJob" in allowed
 
 
 def test_with_the_policy_the_sdk_finds_nothing_missing_in_the_role():

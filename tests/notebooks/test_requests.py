@@ -1,7 +1,8 @@
 """What the notebooks ask of AWS: run with moto in AWS's place and no cluster, request by request.
 
-Compared with the stored requests in tests/notebooks/requests/. To store new ones after a change
-that is meant, and to read their diff:
+The role that they find has AWS's managed policy, and nothing else is allowed. The requests are
+compared with those stored in tests/notebooks/requests/. To store new ones after a change that is
+meant, and to read their diff:
 
     STORE_REQUESTS=1 .venv/bin/python -m pytest tests/notebooks/test_requests.py
     git diff tests/notebooks/requests
@@ -24,6 +25,7 @@ from moto.sagemaker.models import sagemaker_backends
 from cells import cells_that_ask, run_cells
 from jobs import request
 from pages import ROOT
+from permissions import TOLERATED
 from shared import monitoring
 
 STORED = Path(__file__).parent / "requests"
@@ -60,6 +62,9 @@ def recorded(self):
 
 
 SageMakerResponse.create_training_job = recorded
+
+import permissions
+allowed, absent = permissions.enforce(permissions.managed_policy("AmazonSageMakerFullAccess"))
 """
 
 
@@ -71,7 +76,9 @@ def requests_of(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch) ->
     cells = cells_that_ask(notebook)
     for old, new in LESS_DATA.items():
         cells = [cell.replace(old, new) for cell in cells]
-    result = run_cells(notebook.parent, [MOTO, *cells, "result = json.dumps(requests)"])
+    end = "result = json.dumps(requests), allowed, absent"
+    result, allowed, absent = run_cells(notebook.parent, [MOTO, *cells, end])
+    assert absent == TOLERATED and "CreateTrainingJob" in allowed
     text = re.sub(r"-\d{14}\b", "-<time>", result)
     text = re.sub(r'"HETERO_TOKEN": "[0-9a-f]{32}"', '"HETERO_TOKEN": "<token>"', text)
     return json.loads(text)

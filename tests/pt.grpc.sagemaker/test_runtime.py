@@ -1,11 +1,11 @@
 """The runtime under toy scripts, as jobs of several hosts: how they begin and end together.
 
-The rows of README's table of endings are test_endings.py's, with the example itself, but for a host
-that hangs when the training has just ended, which is here, as is what has no row. Strangers:
-test_intruders.py.
+The rows of README's table of endings are test_endings.py's, but for a host that hangs when the
+training has just ended, which is here, as is what has no row. Strangers: test_intruders.py.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -331,42 +331,40 @@ def test_a_rank_s_own_processes_live_until_it_has_ended(jobs: Jobs):
 # ---- several ranks on a host
 
 TWO_RANKS = LAUNCHER.replace("command))", "command), ranks=2)")
-READS_LIKE_LIGHTNING = """
-import torch
+TELL_ENVIRONMENT = """
+import json, os
+print("rank", json.dumps(dict(os.environ)))
+"""
+READ_AS_LIGHTNING = """
+import json, os, sys
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-assert TorchElasticEnvironment.detect()
-place = TorchElasticEnvironment()
-place.validate_settings(num_devices=2, num_nodes=2)
-torch.distributed.init_process_group("gloo")
-seen = [None] * 4
-mine = (place.global_rank(), place.local_rank(), place.node_rank(), place.world_size())
-torch.distributed.all_gather_object(seen, mine)
-print("seen", seen)
-torch.distributed.destroy_process_group()  # without it torch sometimes aborts at the end
+for environment in json.load(sys.stdin):
+    os.environ.clear()
+    os.environ.update(environment)
+    assert TorchElasticEnvironment.detect()
+    it = TorchElasticEnvironment()
+    it.validate_settings(num_devices=2, num_nodes=2)
+    place = it.global_rank(), it.local_rank(), it.node_rank(), it.world_size()
+    print(*place, "meet at", it.main_address, it.main_port)
 """
 
 
-def test_ranks_find_each_other_as_under_torchrun(jobs: Jobs):
-    job = run(jobs, launcher=TWO_RANKS, data_group=SERVE, dnn_group=READS_LIKE_LIGHTNING)
+def test_ranks_find_each_other_as_under_torchrun(jobs: Jobs, tmp_path: Path):
+    """As Lightning reads their environment. (The ranks of test_tensorflow.py read TF_CONFIG.)"""
+    job = run(jobs, launcher=TWO_RANKS, data_group=SERVE, dnn_group=TELL_ENVIRONMENT)
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     log = jobs.log(job["TrainingJobName"])
-    seen = [(0, 0, 0, 4), (1, 1, 0, 4), (2, 0, 1, 4), (3, 1, 1, 4)]
-    assert [line for line in log if line.startswith("seen")] == [f"seen {seen}"] * 4
-
-
-READS_TF_CONFIG = """
-import tensorflow as tf
-strategy = tf.distribute.MultiWorkerMirroredStrategy()
-total = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.ones(())))
-print("workers", strategy.num_replicas_in_sync, "sum", float(total))
-"""
-
-
-def test_tensorflow_finds_its_workers(jobs: Jobs):
-    job = run(jobs, data_group=SERVE, dnn_group=READS_TF_CONFIG)
-    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
-    assert jobs.log(job["TrainingJobName"]).count("workers 2 sum 2.0") == 2
+    told = [line.removeprefix("rank ") for line in log if line.startswith("rank {")]
+    found = subprocess.check_output(
+        [sys.executable, "-c", READ_AS_LIGHTNING],
+        input=f"[{','.join(told)}]",
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # torch leaves a folder there
+        text=True,
+    )
+    places, meetings = zip(*(line.split(" meet at ") for line in found.splitlines()), strict=True)
+    assert sorted(places) == ["0 0 0 4", "1 1 0 4", "2 0 1 4", "3 1 1 4"]
+    assert len({*meetings}) == 1
 
 
 # Healthy ranks are cut off, and exit before the one that has failed: what torch prints, and when.

@@ -1,4 +1,7 @@
-"""An interrupted job of the PyTorch example goes on from its checkpoint, through S3."""
+"""An interrupted job of the PyTorch example goes on from its checkpoint, through S3.
+
+Its ranks are on two hosts, and share the model with FSDP.
+"""
 
 import io
 import re
@@ -34,8 +37,10 @@ def batches(job: endings.Running) -> list[str]:
 def test_interrupted_job_ends_as_the_uninterrupted_one(jobs: Jobs):
     endings.upload_images()
     boto3.client("s3").create_bucket(Bucket="spot")
+    data_hosts, dnn_hosts = ("ml.c5.xlarge", 1), ("ml.m5.xlarge", 2)
     settings = {
-        "hyperparameters": {"max-steps": STEPS},
+        "groups": {"data_group": data_hosts, "dnn_group": dnn_hosts},
+        "hyperparameters": {"max-steps": STEPS, "parallelism": "fsdp"},
         "changes": {"train_dnn.py": TELL_BATCHES},
         "checkpoint_config": CheckpointConfig(s3_uri="s3://spot/checkpoints"),
     }
@@ -52,12 +57,13 @@ def test_interrupted_job_ends_as_the_uninterrupted_one(jobs: Jobs):
     resumed = jobs.wait(second.name)
     assert resumed["TrainingJobStatus"] == "Completed", resumed["FailureReason"]
     assert any(line.endswith(f"at step {stopped[1]}") for line in second.log())
+    assert any(line.startswith("parallelism=fsdp ranks=2 ") for line in second.log())
 
     # Without a checkpoint, and in groups of other names, which are hyperparameters.
     del settings["checkpoint_config"]
     settings["hyperparameters"].update({"data-group": "cpus", "dnn-group": "gpus"})
-    groups = {"cpus": endings.GROUPS["data_group"], "gpus": endings.GROUPS["dnn_group"]}
-    whole = endings.start(jobs, groups=groups, **settings)
+    settings["groups"] = {"cpus": data_hosts, "gpus": dnn_hosts}
+    whole = endings.start(jobs, **settings)
     uninterrupted = jobs.wait(whole.name)
     assert len(batches(whole)) == 2 * STEPS
     assert sorted(batches(first) + batches(second)) == batches(whole)

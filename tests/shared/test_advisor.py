@@ -447,11 +447,12 @@ def test_figure_names_what_matters_without_overlap(tmp_path):
 STEPS = """
 import sys, time
 print("host=any group=any")
-for step in range(10):  # 6 s, of whose CPU use there is a value every second
+for step in range(10):  # 5 s, of whose CPU use there is a value every second
     print(f"step={step} epoch=1 loss=0.5 step_time_ms={sys.argv[1]} data_wait_ms=1 x=1", flush=True)
-    end = time.monotonic() + 0.6
+    end = time.monotonic() + 0.05
     while time.monotonic() < end:
         pass
+    time.sleep(0.45)
 """
 
 

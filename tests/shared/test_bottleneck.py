@@ -422,7 +422,7 @@ from shared import monitoring
 
 script = READ_CONFIG + '''
 import time
-end = time.monotonic() + 8.5
+end = time.monotonic() + 4.5
 while time.monotonic() < end:
     if group == "dnn_group":
         time.sleep(1)

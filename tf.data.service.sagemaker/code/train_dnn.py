@@ -8,6 +8,8 @@ Run it as it is, or let launcher.py start it, once for each GPU of the training 
 """
 
 import argparse
+import contextlib
+import errno
 import math
 import os
 import signal
@@ -111,7 +113,21 @@ def save_model(model: tf.keras.Model, folder: Path) -> None:
     def serve(images: tf.Tensor) -> dict[str, tf.Tensor]:
         return {"logits": model(images, training=False)}
 
-    tf.saved_model.save(model, str(folder), signatures=serve)
+    with named_if_full(folder, model.variables):
+        tf.saved_model.save(model, str(folder), signatures=serve)
+
+
+@contextlib.contextmanager
+def named_if_full(folder: str | Path, variables: list) -> Iterator[None]:
+    """Raise OSError with the size of the variables if the disk cannot take them."""
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError as error:
+        why = os.strerror(errno.ENOSPC)
+        if why not in str(error):  # memory
+            raise
+        size = sum(variable.numpy().nbytes for variable in variables)
+        raise OSError(errno.ENOSPC, f"{why} for {size:,} bytes", str(folder)) from None
 
 
 def build_train_step(
@@ -168,7 +184,8 @@ class Checkpoint:
         """Write one, if this is rank 0."""
         self.step.assign(step)
         if self.files:
-            self.files.save(step)
+            with named_if_full(self.files.directory, self.variables):
+                self.files.save(step)
 
 
 def build_batches(args: argparse.Namespace, ranks: Ranks) -> Iterable:
