@@ -9,7 +9,7 @@ quick := $(foreach name,commands links monitoring permissions pictures prices se
 # Else every process would compile again what it imports, wherever an image sets this: seconds each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test quick containers aws bench soak lab lint clean
+.PHONY: help demo test thorough quick containers aws bench soak lab lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -17,8 +17,12 @@ help: ## list the targets
 demo: $(environment) ## run the notebooks on this machine, without an AWS account; results in build/
 	@$(python) scripts/demo.py
 
-test: $(environment) ## run the tests, three files at a time: in many of them processes wait
-	@$(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+test: $(environment) ## run the tests, four files at a time: in many of them processes wait
+	@$(python) -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not thorough"
+
+thorough: $(environment) ## run what the tests leave out for its length: set-up, frameworks, all endings
+	@$(python) -m pytest -n 2 --dist loadfile -m thorough
+	@$(python) tests/endings.py 1
 
 quick: $(environment) ## for who changes a line: the style, and the tests that start no job
 	@$(python) -m ruff format --check -q . && $(python) -m ruff check -q .
@@ -46,8 +50,7 @@ build/bench/packages/.ready: benchmarks/requirements.txt
 	@$(python) -m pip install -q --no-deps --upgrade --target build/bench/packages -r $<
 	@touch $@
 
-soak: $(environment) ## all endings with PyTorch, 50 jobs to which random things happen, the loader: an hour
-	@$(python) tests/endings.py 3
+soak: $(environment) ## let random things happen to 50 training jobs and to the loader: half an hour and more
 	@$(python) tests/soak.py 0 50
 	@SOAK=1 $(python) -m pytest $(addprefix tests/pt.grpc.sagemaker/test_feed_,hosts.py servers.py)
 

@@ -31,6 +31,15 @@ os.environ["SAGEMAKER_TARGET"] = "local"  # the notebooks among them, whatever t
 os.environ.pop("SAGEMAKER_ROLE", None)
 
 
+# Begun first, as they take longest: else one process would run the last of them, and no other any.
+LONGEST = ["test_tensorflow", "test_workshop", "hetero-tensorflow", "test_endings", "test_runtime"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, in their order."""
+    items.sort(key=lambda item: not any(name in item.path.name for name in LONGEST))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_litter() -> Iterator[None]:
     """Processes that tests kill cannot clean up: what they leave goes when the tests have ended."""

@@ -188,8 +188,7 @@ def find(seen: Observed) -> dict[tuple[str, str], float]:
 def missing(seen: Observed) -> str:
     """Say which CPU values of the training CloudWatch does not have (yet); "" if it has all.
 
-    The value of the period in which a host ends may never come: two periods without one are none
-    too many.
+    A host's last period may get no value: the end may be two periods after the last value.
     """
     end = seen.end if seen.steps.empty else seen.steps["time"].iloc[-1]
     texts = []

@@ -131,8 +131,8 @@ class MeasuredLoop:
             else:
                 source, stretches = map(_fresh, cycle(list(islice(batches, 1)))), self.repeated
                 (start, *_), (end, *_) = self.real[-1]
-                # A real step has not been shorter than the loader takes for a batch: that is enough
-                # to fill the buffers, and no rank takes a step meanwhile.
+                # The loader takes at most a real step's time for a batch, so this pause fills its
+                # buffers. No rank takes a step meanwhile.
                 time.sleep(self.buffer * (end - start) / self.stretch)
             yield from self._steps(source, self.settling)
             sample, before = _sample(self.loader), self.done

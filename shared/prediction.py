@@ -185,8 +185,8 @@ def predict(measured: Measured, types: pd.DataFrame, data_hosts_only: bool = Fal
         data_hosts_only: Take the upper bound for the step time, else the lower one.
 
     Returns:
-        One row per cluster, the measured one first. Of each type of data hosts there are as many
-        rows as each further host makes it faster, up to MOST_DATA_HOSTS.
+        One row per cluster, the measured one first. Each type of data host has a row for 1, 2, ...
+        hosts, as long as one more is faster, up to MOST_DATA_HOSTS.
     """
     trainer = types.loc[measured.instance_type]
     work, _ = measured.cpu_work(trainer["cores"])

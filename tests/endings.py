@@ -1,12 +1,12 @@
 """Every way that a job of the PyTorch example can end, as the example's README lists them.
 
-Each `Ending` runs the example on two data hosts and two dnn hosts, of a rank each or, where the one
-beside it matters, of two; brings one event about with real signals and API calls; and says what
+Each `Ending` runs the example on two data hosts and two dnn hosts, with one rank each, or two where
+a second rank on a host matters. It causes one event by real signals and API calls, and says what
 must come of it.
 
-Most of what it says is up to launcher.py and hetero/, not to what they run. There the tests have
-programs of a few lines run in the scripts' place, since importing PyTorch is nine tenths of a job's
-time here. The other endings, `torch=True`, run the example as it is; so does this for all of them:
+Most endings depend on launcher.py and hetero/ alone. For these, test_endings.py runs programs of a
+few lines in place of the scripts, since importing PyTorch is nine tenths of a job's time here. The
+other endings have `torch=True`. This command runs all of them with the example as it is:
 
     python tests/endings.py 5       runs each ending five times and prints a table of the worst
 """
@@ -347,10 +347,10 @@ class Begun:
         return cls(name, job, time.time(), port, folder)
 
 
-def begin(jobs: Jobs, name: str, torch: bool = False) -> Begun:
-    """Start the job and bring the event about; torch: let the scripts run also if it is not."""
+def begin(jobs: Jobs, name: str, torch: bool) -> Begun:
+    """Start the job, with PyTorch or with the STAND_INS, and bring the event about."""
     ending = ENDINGS[name]
-    job = start(jobs, torch=torch or ending.torch, **ending.settings)
+    job = start(jobs, torch=torch, **ending.settings)
     ending.when(job)
     environment = job.environment()
     ending.event(job)
@@ -424,7 +424,8 @@ def main() -> None:
         upload_images()
         jobs = Jobs(local.role, Path(folder))
         for _ in range(int(sys.argv[1])):
-            waiting = [begin(jobs, name, True) for name, ending in ENDINGS.items() if ending.slow]
+            slow = [name for name, ending in ENDINGS.items() if ending.slow]
+            waiting = [begin(jobs, name, torch=True) for name in slow]
             for name, ending in ENDINGS.items():
                 if not ending.slow:
                     seconds[name].append(finish(begin(jobs, name, torch=True)))

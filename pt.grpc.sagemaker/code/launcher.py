@@ -5,9 +5,9 @@
     )
 
 `exec` makes this process PID 1 of the container, the one that SageMaker sends SIGTERM to. The job's
-hyperparameters are those of arguments.py. Hosts of data_group run train_data.py, those of dnn_group
-train_dnn.py, once for each GPU, and where they have the training data also train_data.py, for their
-own ranks on the cores that these leave. A homogeneous job has only ranks, which preprocess
+hyperparameters are those of arguments.py. Hosts of data_group run train_data.py. Hosts of dnn_group
+run train_dnn.py, once for each GPU. Those that have the training data also run train_data.py for
+their own ranks, on the cores that these leave. A homogeneous job has only ranks, which preprocess
 themselves. For a third group, add its command at the end of this file.
 """
 

@@ -30,8 +30,8 @@ try:
 except ImportError:
     fully_shard = None  # an older PyTorch
 
-# How long a rank waits for another one, and so how long one that hangs goes unnoticed: more
-# than a checkpoint takes, or the loader, which gives a batch that hangs up after twice 300 s.
+# After this time the other ranks give up on one that hangs. A checkpoint takes less, and so does
+# the loader, which gives up on a batch after two attempts of 300 s.
 TIMEOUT = timedelta(minutes=15)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0, {} on the others
 

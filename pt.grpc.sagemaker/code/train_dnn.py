@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("the environment variable HETERO_TOKEN must hold the job's token")
     if args.data_mode == "synthetic" and not args.max_steps:
         parser.error("--data-mode synthetic has no end of its own: say how many --max-steps")
-    if args.data_mode == "synthetic":  # a run is one epoch, and so is what it goes on with later
+    if args.data_mode == "synthetic":  # each run is one epoch, a resumed run too
         args.epochs = args.max_steps
     return args
 
@@ -67,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Train, and save the model."""
     args = parse_arguments()
-    # Who starts the ranks tells each its place among the others; else there is just this one.
+    # launcher.py or torchrun sets RANK and WORLD_SIZE; without them there is one rank.
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = set_up(args.seed)
     model, dataset, test_set = load(args, device)

@@ -101,8 +101,9 @@ def _ports_are_free(number: int) -> bool:
 
 
 def share_of_cores(instance_type: str, scale_vcpus: int) -> int:
-    """How many of this machine's cores an instance gets, where all of them stand for so many vCPUs:
-    its share of them, and at least one.
+    """How many of this machine's cores an instance gets, at least one.
+
+    All cores together stand for `scale_vcpus` vCPUs.
     """
     return max(1, len(os.sched_getaffinity(0)) * vcpus(instance_type) // scale_vcpus)
 

@@ -159,7 +159,7 @@ class Job(threading.Thread):
     # ---- the job itself
 
     def run(self) -> None:
-        """Download, trains and uploads; whatever goes wrong ends the job with a reason."""
+        """Download, train and upload; whatever goes wrong ends the job with a reason."""
         self.record.training_start_time = datetime.now(timezone.utc)
         try:
             self.finish(*self._run())

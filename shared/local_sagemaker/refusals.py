@@ -13,7 +13,7 @@ MOST_INSTANCE_GROUPS = 5  # botocore's model of ResourceConfig.InstanceGroups sa
 
 
 def check(request: dict, arn_of_existing_job: str | None) -> None:
-    """Raise the error that CreateTrainingJob answers with, or returns."""
+    """Raise the error that CreateTrainingJob answers with, if any."""
     if arn_of_existing_job:
         raise ResourceInUseException(
             "Training job names must be unique within an AWS account and region, "

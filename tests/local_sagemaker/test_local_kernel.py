@@ -13,6 +13,7 @@ from jobs import ROOT, processes_naming, start_kernel
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
+thorough = pytest.mark.thorough
 SLEEPING_JOB = """
 name = jobs.create({"train.py": "import time; print('ready', flush=True); time.sleep(100)"},
                    "exec python train.py", {"a": ("ml.c5.xlarge", 2), "b": ("ml.m5.xlarge", 1)})
@@ -21,7 +22,9 @@ print("RUNNING", flush=True)
 """
 
 
-@pytest.mark.parametrize("end", ["SIGKILL", "SIGINT", "exit", "stop"])
+@pytest.mark.parametrize(
+    "end", ["SIGKILL", "stop", *(pytest.param(e, marks=thorough) for e in ("SIGINT", "exit"))]
+)
 def test_no_host_outlives_the_kernel(tmp_path: Path, temporary_folder: Path, end: str):
     body = SLEEPING_JOB + {"stop": "session.stop()\nprint('STOPPED')", "exit": ""}.get(
         end, "time.sleep(100)"
@@ -44,6 +47,7 @@ def test_no_host_outlives_the_kernel(tmp_path: Path, temporary_folder: Path, end
         time.sleep(0.05)
 
 
+@thorough
 def test_no_host_outlives_a_kernel_whose_forked_child_does(tmp_path: Path, temporary_folder: Path):
     body = SLEEPING_JOB + (
         "if os.fork() == 0: time.sleep(60); os._exit(0)\n"
@@ -61,6 +65,7 @@ def test_no_host_outlives_a_kernel_whose_forked_child_does(tmp_path: Path, tempo
         os.killpg(process.pid, signal.SIGKILL)
 
 
+@thorough
 def test_a_forked_child_of_the_kernel_does_not_hold_up_the_end(tmp_path: Path):
     body = """
 name = jobs.create({"train.py": "import time; print('ready', flush=True); time.sleep(100)"},

@@ -1,4 +1,7 @@
-"""Every way that a job of the PyTorch example can end: see endings.py for the table."""
+"""The ways that a job of the PyTorch example can end, but for those that need PyTorch itself.
+
+endings.py has the table, and runs all of it with PyTorch: `make thorough`.
+"""
 
 import os
 import re
@@ -13,20 +16,20 @@ import endings
 from endings import ENDINGS
 from jobs import Jobs, start_kernel
 
-SLOW = [name for name, ending in ENDINGS.items() if ending.slow]
-QUICK = [name for name, ending in ENDINGS.items() if not ending.slow]
+SLOW = [name for name, ending in ENDINGS.items() if ending.slow and not ending.torch]
+QUICK = [name for name, ending in ENDINGS.items() if not ending.slow and not ending.torch]
 
 
 @pytest.fixture(scope="module")
 def waiting(jobs: Jobs) -> dict[str, endings.Begun]:
     """The slow endings, begun before all other tests, which run while these wait."""
     endings.upload_images()
-    return {name: endings.begin(jobs, name) for name in SLOW}
+    return {name: endings.begin(jobs, name, torch=False) for name in SLOW}
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_ending(jobs: Jobs, waiting: dict, name: str):
-    endings.finish(endings.begin(jobs, name))
+    endings.finish(endings.begin(jobs, name, torch=False))
 
 
 @pytest.mark.timeout(600)

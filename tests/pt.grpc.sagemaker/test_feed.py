@@ -352,6 +352,7 @@ def test_leaving_an_epoch_frees_its_threads_soon(hosts):
     wait_for_threads(before)
 
 
+@pytest.mark.thorough
 def test_it_can_be_imported_from_any_path_and_beside_tensorflow(tmp_path: Path):
     folder = tmp_path / "a b" / "ü"
     shutil.copytree(Path(inspect.getfile(serve)).parent, folder / "feed")

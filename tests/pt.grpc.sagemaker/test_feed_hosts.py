@@ -138,6 +138,7 @@ def test_another_host_takes_over_for_one_that_is_killed_and_back_again(start, ex
     assert line.startswith(f"data host {hosts[0].address} failed (UNAVAILABLE: ")
 
 
+@pytest.mark.thorough
 def test_hosts_may_all_be_gone_for_a_while(start, expected, capsys):
     hosts = up(start("steady"), start("steady"))
     batches = iter(service(hosts, steady_keys(), read_ahead=1))
@@ -186,6 +187,7 @@ def test_nobody_has_ever_been_there():
         RemoteDataset([address], TOKEN, timeout=1)
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_back_may_take_its_time_while_another_is_gone(start):
     """Longer than all may be silent for: it answers."""
     slow, gone = up(*[start("paced", environment={"PACE": "1000"}) for _ in range(2)])
@@ -294,6 +296,7 @@ def test_a_slow_host_does_not_hold_up_a_fast_one(start, times_slower):
     assert any(ratio > least for ratio in ratios)
 
 
+@pytest.mark.thorough
 def test_what_is_held_does_not_depend_on_the_number_of_hosts(start):
     """A training that takes its time holds `read_ahead` batches; the others wait at the hosts."""
     hosts = up(*[start("zoo", num_workers=2) for _ in range(3)])

@@ -60,6 +60,7 @@ def test_port_in_use_is_refused(start):
     assert f"OSError: cannot listen at '{host.address}': in use" in second.said()
 
 
+@pytest.mark.thorough
 def test_addresses_of_all_kinds(start):
     kinds = [("localhost", "127.0.0.1"), ("0.0.0.0", "127.0.0.1")]
     if any(address.address == "::1" for address in psutil.net_if_addrs().get("lo", [])):
@@ -123,6 +124,7 @@ def test_strangers_and_garbage_are_refused_and_do_no_harm(start):
     assert host.said().count("feed: refused a call from ipv4:127.0.0.1:") <= 3  # in half a minute
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", ["kill", "suspend"])
 def test_a_client_that_dies_or_hangs_in_mid_transfer_does_not_hold_up_others(start, end):
     [host] = up(start("zoo"))
@@ -147,6 +149,7 @@ def test_a_client_that_dies_or_hangs_in_mid_transfer_does_not_hold_up_others(sta
 # Memory
 
 
+@pytest.mark.thorough
 def test_memory_stays_flat(start):
     [host] = up(start("zoo", num_workers=2))
     count, early = (10_000, 1000) if SOAK else (1000, 200)

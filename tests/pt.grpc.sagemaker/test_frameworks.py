@@ -149,6 +149,7 @@ def bits(batches: Iterable[dict]) -> list[tuple]:
     return [(*batch["x"].flatten().tolist(), *batch["index"].tolist()) for batch in batches]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("framework", RUNS)
 def test_epochs_are_those_of_local_mode_also_when_resumed(
     framework: str, host: str, tmp_path: Path

@@ -16,6 +16,7 @@ import endings
 from endings import Running
 from jobs import Jobs
 
+pytestmark = pytest.mark.thorough
 GIVEN_UP = 50 << 20  # bytes that a process may grow by, among them what training itself takes
 ATTACKS = [
     os.urandom(1 << 16),

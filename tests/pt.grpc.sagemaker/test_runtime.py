@@ -140,6 +140,7 @@ time.sleep(2 if cluster.group == "dnn_group" else 100)
 """
 
 
+@pytest.mark.thorough
 def test_a_host_that_freezes_as_the_training_ends_fails_the_job(jobs: Jobs):
     """Else the job would go on, and be billed, until MaxRuntimeInSeconds. Four jobs at once."""
     stays = r"algo-\d \(data_group\) (did not end when the training had|is gone: silent for \d+ s)"

@@ -85,6 +85,7 @@ def test_ranks_of_a_host_share_its_own_server_and_all_ranks_the_others(monkeypat
     assert Host("algo-1:7712", workers=6).calls() == 6 + CALLS_BESIDE  # one rank in all, here
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("nothing_is_left")
 def test_a_training_host_serves_its_own_ranks_and_survives_the_end_of_it(jobs: Jobs):
     endings.upload_images()

@@ -34,6 +34,7 @@ def batches(job: endings.Running) -> list[str]:
     return sorted(line for line in job.log() if line.startswith("rank="))
 
 
+@pytest.mark.thorough
 def test_interrupted_job_ends_as_the_uninterrupted_one(jobs: Jobs):
     endings.upload_images()
     boto3.client("s3").create_bucket(Bucket="spot")

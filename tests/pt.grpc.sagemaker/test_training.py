@@ -1,7 +1,6 @@
 """The PyTorch example's data set and training scripts, run as its users run them."""
 
 import gzip
-import importlib
 import math
 import os
 import re
@@ -21,9 +20,12 @@ from PIL import Image, ImageDraw, ImageFont
 CODE = Path(__file__).parents[2] / "pt.grpc.sagemaker" / "code"
 sys.path.insert(0, str(CODE))
 
+import train_data  # noqa: E402
+import train_dnn  # noqa: E402
 from dataset import MEAN, STD, MnistDataset, milliseconds_per_sample  # noqa: E402
 from mnist import idx  # noqa: E402
 
+PROGRAMS = {"train_data.py": train_data, "train_dnn.py": train_dnn}
 STEP_LINE = re.compile(
     r"^step=(\d+) epoch=(\d+) loss=([\d.]+) step_time_ms=([\d.]+) data_wait_ms=([\d.]+) "
     r"samples_per_s=([\d.]+)$",
@@ -99,7 +101,7 @@ def refusal(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("HETERO_TOKEN", "a token")
     threads = torch.get_num_threads()
     with pytest.raises(SystemExit) as end:
-        importlib.import_module(program.removesuffix(".py")).main()
+        PROGRAMS[program].main()
     torch.set_num_threads(threads)
     assert "\n" not in end.value.code
     return end.value.code
@@ -261,17 +263,7 @@ def test_run_resumed_after_sigterm_equals_the_uninterrupted_one(local_run, digit
     assert_same_model(tmp_path, local_run[0])
 
 
-def test_two_ranks_train_like_one_with_twice_the_batch(digits, tmp_path):
-    common = ["--train-dir", digits, "--model", "small", "--max-steps", "12", "--log-every", "4"]
-    one = train(*common, "--batch-size", "32", "--model-dir", tmp_path / "one")
-    two = train(*common, "--batch-size", "16", "--model-dir", tmp_path / "two", ranks=2)
-    assert [line[0] for line in STEP_LINE.findall(two)] == ["4", "8", "12"]
-    assert [line[0] for line in STEP_LINE.findall(one)] == ["4", "8", "12"]
-    weights = torch.load(tmp_path / "two" / "model.pt")
-    for name, expected in torch.load(tmp_path / "one" / "model.pt").items():
-        torch.testing.assert_close(weights[name], expected, rtol=1e-3, atol=1e-4)
-
-
+@pytest.mark.thorough
 def test_another_number_of_ranks_resumes_within_an_epoch(digits, tmp_path):
     """Which samples each rank gets then, and of what ranks: test_feed.py, test_parallelism.py."""
     command = [*TRAINING, "--train-dir", digits, "--augment", "1", "--workers", "1"]
@@ -295,6 +287,7 @@ def test_another_number_of_ranks_resumes_within_an_epoch(digits, tmp_path):
     assert (tmp_path / "model.pt").read_bytes() == (tmp_path / "expected.pt").read_bytes()
 
 
+@pytest.mark.thorough
 def test_sigterm_leaves_the_data_workers_until_the_checkpoint_is_written(digits, tmp_path):
     """What comes of the checkpoint: test_spot.py."""
     command = [*TRAINING, "--train-dir", digits, "--augment", "1", "--workers", "1"]

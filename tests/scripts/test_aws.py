@@ -357,6 +357,7 @@ def test_a_run_that_goes_on_can_be_stopped(goes_on: bool, repository: Repository
     assert not list(repository.folder.glob("build/aws-jobs.*"))
 
 
+@pytest.mark.thorough
 def test_a_job_that_its_limit_cuts_off_is_a_failure(repository: Repository):
     repository.notebook(HELLO, job("aws-cut", UNTIL_STOPPED, seconds=2), wait("aws-cut"))
     status, output = repository.run("--yes")
@@ -366,6 +367,7 @@ def test_a_job_that_its_limit_cuts_off_is_a_failure(repository: Repository):
     assert "All notebooks ran to their end, see Failures." in page
 
 
+@pytest.mark.thorough
 def test_nohup_is_respected(repository: Repository):
     repository.notebook(HELLO, job("aws-nohup", "echo ready; sleep 3"), wait("aws-nohup"))
     process = repository.start("--yes", before=["nohup"])
@@ -376,6 +378,7 @@ def test_nohup_is_respected(repository: Repository):
     assert status_of("aws-nohup") == "Completed"
 
 
+@pytest.mark.thorough
 def test_the_notebooks_are_kept_when_the_page_cannot_be_written(repository: Repository):
     (repository.folder / "results").rmdir()
     repository.notebook(HELLO, "print('what it has cost to find out')")

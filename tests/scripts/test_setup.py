@@ -45,6 +45,7 @@ def set_up(clone: Path) -> subprocess.Popen:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_hello_world_runs_after_a_set_up_that_was_interrupted(clone: Path):
     process = set_up(clone)
@@ -63,10 +64,12 @@ def test_hello_world_runs_after_a_set_up_that_was_interrupted(clone: Path):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_what_can_be_had_is_installed_and_the_rest_named(clone: Path):
     requirements = clone / "requirements.txt"
     requirements.write_text(requirements.read_text().replace("ruff\n", "ruff==0.0.0\n"))
     output = set_up(clone).communicate()[0]
     assert "what does not need them runs:\nruff==0.0.0: " in output, output
-    assert (clone / ".venv" / ".ready").stat().st_mtime < requirements.stat().st_mtime
+    ready = clone / ".venv" / ".ready"
+    assert not ready.exists() or ready.stat().st_mtime < requirements.stat().st_mtime

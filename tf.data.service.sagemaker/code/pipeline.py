@@ -1,7 +1,7 @@
 """The input pipeline, from TFRecord files to augmented batches: here, or on other machines.
 
-`build` is the same function for all modes. Moving to tf.data.service are the lines below
-`if dispatcher`: what is above them then runs on the data hosts, and what is below on this one.
+`build` is the same function for all modes. The lines below `if dispatcher:` move the pipeline to
+tf.data.service: the data hosts then run what is above them, this host what is below.
 
 A record is a tf.train.Example with two features: `image`, an encoded picture (PNG, JPEG, ...), and
 `label`, an int64 from 0 to 9.
@@ -51,8 +51,8 @@ def build(
         finer than the image, so that CPU time grows with its square.
     passes: over the files; None repeats them for ever, in full batches.
     rank, ranks: this training process among all; each record of a pass goes to one of them.
-    dispatcher: tf.data.service's, HOST:PORT; without it the batches are prepared here,
-    threads: by so many; 0: one for each core.
+    dispatcher: tf.data.service's, HOST:PORT; "": this host prepares the batches.
+    threads: on this host; 0: one for each core.
     """
     files = random.Random(seed).sample(files, len(files))
     dataset = tf.data.Dataset.from_tensor_slices(files)
@@ -60,8 +60,8 @@ def build(
     if not dispatcher:
         dataset = dataset.shard(ranks, rank)
     dataset = dataset.shuffle(SHUFFLE_RECORDS, seed=seed).repeat(passes)
-    # Counted, so that the next pass varies a record differently; by blocks, since nothing else here
-    # takes one record after the other.
+    # Records get running numbers, so that each pass augments them differently. `scan` takes one
+    # element after the other, so it numbers blocks of records.
     dataset = dataset.batch(64).scan(tf.constant(seed, tf.int64), count).unbatch()
     dataset = dataset.map(
         lambda n, record: prepare(n, record, augment), num_parallel_calls=tf.data.AUTOTUNE

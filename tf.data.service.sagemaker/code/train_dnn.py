@@ -31,7 +31,7 @@ from model import CLASSES, build_model
 from pipeline import CHANNELS, SIDE
 from ranks import HorovodRanks, TensorFlowRanks, connect
 
-Ranks = TensorFlowRanks | HorovodRanks  # which of them, nothing here depends on
+Ranks = TensorFlowRanks | HorovodRanks  # nothing here depends on which one
 
 
 def absolute(path: str) -> Path:

@@ -99,10 +99,10 @@ class RemoteDataset(Dataset):
 class RemoteBatches(IterableDataset):
     """The batches of `keys`, in order, for a DataLoader with batch_size=None and no workers.
 
-    read_ahead: how many are held here before their turn; others wait at their hosts. pin_memory:
-    receive them in page-locked memory (DataLoader's own would copy them in the training's thread).
+    read_ahead: batches held here before their turn; others wait at their hosts. pin_memory: receive
+    batches in page-locked memory (DataLoader's own would copy them in the training's thread).
     Iterating raises `wire.DatasetError`, ConnectionError when no host has answered for the
-    `timeout` of `dataset`, PermissionError and ValueError when one refuses the token, or serves
+    `timeout` of `dataset`, PermissionError when one refuses the token, ValueError when one serves
     another Dataset.
     """
 

@@ -45,7 +45,7 @@ KEEPALIVE = [  # of both sides, to notice within 20 s a peer that hangs or has g
 ]
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),  # the header of a batch may be long
-    ("grpc.http2.bdp_probe", 0),  # else a batch that waits at its host would come all the same
+    ("grpc.http2.bdp_probe", 0),  # its wider window would let in a batch that is to wait
     ("grpc.http2.lookahead_bytes", FRAME),
     ("grpc.enable_http_proxy", 0),  # hosts of one job talk directly
     ("grpc.use_local_subchannel_pool", 1),  # a connection for each channel
@@ -65,8 +65,8 @@ def describe(value: Any, memory: list[np.ndarray], path: str = "batch") -> Any:
     """Return the `messages.Value` of a batch; append its tensors' and arrays' bytes to `memory`.
 
     The bytes are 1-dimensional uint8 arrays, which share memory with `value` where they can. Raises
-    TypeError, naming the `path` of the first part of another type than the proto lists, exactly: a
-    subclass, other than a namedtuple, would arrive as something else.
+    TypeError with the `path` of the first part whose exact type the proto does not list: a subclass
+    (except a namedtuple) would arrive as its base class.
     """
     kind = type(value)
     if value is None:
@@ -137,9 +137,9 @@ def build(value: Any, memory: list[np.ndarray], pin_memory: bool = False) -> Any
 
 
 def aligned(size: int) -> torch.Tensor:
-    """Return so many bytes, aligned as torch's, of NumPy's memory.
+    """Return an uninitialised uint8 tensor (size,), aligned to 64 bytes.
 
-    It asks Linux for huge pages, as torch does not: clearing new memory takes longer by the page.
+    The memory is NumPy's, which asks Linux for huge pages: these are cleared faster.
     """
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64

@@ -16,7 +16,7 @@ from hetero.messages import (
 from hetero.process import Process
 from hetero.topology import Cluster, rank_environment
 
-RESTARTS, HEALTHY_SECONDS = 3, 60  # of a data server in a row; so long without one ends the row
+RESTARTS, HEALTHY_SECONDS = 3, 60  # of a data server in a row; a longer run resets the count
 STOP_SECONDS = 5  # from SIGTERM to SIGKILL for what still runs when the job has ended
 
 

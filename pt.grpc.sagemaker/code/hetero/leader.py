@@ -16,8 +16,8 @@ from hetero.messages import (
 from hetero.process import TICK_SECONDS
 from hetero.topology import Cluster
 
-# The rank that is the cause may exit after those that have lost it. So long is it waited for when
-# one has failed by an error of its own, and when all so far were cut off from another.
+# The rank that caused a failure may exit after those that lost it. Seconds to wait for that rank
+# if one has failed by itself, and if all so far were cut off from another.
 SETTLE_SECONDS, CAUSE_SECONDS = 1, 10
 SIGTERM_SECONDS = 100  # for the ranks to end when the job is stopped: SageMaker kills at 120
 GOODBYE_SECONDS = 10  # for all hosts to stop their processes at the end, and again for all to exit

@@ -8,7 +8,7 @@ from pathlib import Path
 
 BASE_DIR = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
 BASE_PORT = 7710  # the leader's
-# Above it: rank 0's, as MASTER_PORT, the host's data server's, and TensorFlow's, one for each rank.
+# Offsets from it: rank 0's MASTER_PORT, the data server's, and TensorFlow's first, one per rank.
 MASTER_PORT, SERVER_PORT, WORKER_PORT = 1, 2, 10
 
 

@@ -46,7 +46,7 @@ class Process:
                 self.last_error = error[1].strip()[:500].rstrip(" .")
 
     async def ended(self, seconds: float = 1e9) -> None:
-        """Wait until it has ended, for some seconds at most, and kill what it has left running."""
+        """Wait for its end, up to `seconds`, then kill its process group, itself included."""
         deadline = time.monotonic() + seconds
         while self.popen.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(TICK_SECONDS)

@@ -53,7 +53,7 @@ class TensorFlowRanks:
         def of_all_ranks(*tensors: tf.Tensor) -> list[tf.Tensor]:
             tensors = [tf.identity(tensor) for tensor in tensors]
             context = tf.distribute.get_replica_context()
-            return context.all_reduce("SUM", tensors, self.options)  # else without the strategy's
+            return context.all_reduce("SUM", tensors, self.options)  # ignores the strategy's own
 
         return self.strategy.run(of_all_ranks, tensors)
 
