@@ -31,12 +31,12 @@ os.environ["SAGEMAKER_TARGET"] = "local"  # the notebooks among them, whatever t
 os.environ.pop("SAGEMAKER_ROLE", None)
 
 
-# Begun first, as they take longest: else one process would run the last of them, and no other any.
+# Started first: a long file that is started last keeps one process busy while the others idle.
 LONGEST = ["test_tensorflow", "test_workshop", "hetero-tensorflow", "test_endings", "test_runtime"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, in their order."""
+    """Put the longest files first."""
     items.sort(key=lambda item: not any(name in item.path.name for name in LONGEST))
 
 

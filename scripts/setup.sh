@@ -93,18 +93,12 @@ install_packages() {
     touch "$unfinished"
     rm -f "$missing"
     "$uv" pip install $torch -r requirements.txt || install_one_by_one || return 1
-    # Compiled now: sagemaker, or the first notebook would show what Python warns of in it; the others,
-    # or processes that start together would each compile them.
-    (cd .venv/lib/python*/site-packages && compile sagemaker torch tensorflow keras)
+    # Bytecode now: sagemaker's, because the first notebook would show what Python warns of in it, and
+    # that of the largest, because processes that start together would each make it.
+    local packages
+    packages=$(echo .venv/lib/python*/site-packages)
+    "$python" -m compileall -qq -j 0 "$packages"/{sagemaker,torch,tensorflow,keras} || true # one may lack
     rm "$unfinished"
-}
-
-# compile FOLDER...: those that are there.
-compile() {
-    local folder
-    for folder in "$@"; do
-        [ ! -e "$folder" ] || ../../../bin/python -m compileall -q -j 0 "$folder" || true
-    done
 }
 
 install_one_by_one() {

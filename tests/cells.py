@@ -10,7 +10,8 @@ import nbformat
 
 # Importing these takes a kernel ten seconds: here they are imported once, and each run is a fork.
 FORKS = multiprocessing.get_context("forkserver")
-PACKAGES = ["matplotlib.pyplot", "moto", "pandas", "sagemaker.train", "tensorflow", "torch"]
+PACKAGES = ["matplotlib.pyplot", "moto", "pandas", "sagemaker.train"]
+PACKAGES += ["triton", "tensorflow", "torch"]  # in this order: docs/troubleshooting.md
 FORKS.set_forkserver_preload(PACKAGES)
 
 

@@ -5,8 +5,9 @@ a second rank on a host matters. It causes one event by real signals and API cal
 must come of it.
 
 Most endings depend on launcher.py and hetero/ alone. For these, test_endings.py runs programs of a
-few lines in place of the scripts, since importing PyTorch is nine tenths of a job's time here. The
-other endings have `torch=True`. This command runs all of them with the example as it is:
+few lines in place of the scripts, since importing PyTorch is nine tenths of a job's time here;
+test_feed_hosts.py has the loader's part. The other endings have `torch=True`. This command runs all
+of them with the example as it is:
 
     python tests/endings.py 5       runs each ending five times and prints a table of the worst
 """
@@ -40,10 +41,10 @@ HOST = r"algo-\d \({}_group\)"
 # Steps without a pause would take the cores from whatever is to happen meanwhile.
 STEP = "            optimizer.zero_grad()\n"
 LEISURELY = (STEP, f"            time.sleep(0.3)\n{STEP}")
-# What the scripts show of themselves: they print as these do, and react to SIGTERM alike.
+# What an ending sees of the scripts: what they print, and how training reacts to SIGTERM.
 STAND_INS = {
     "train_data.py": """
-import sys, time
+import time
 print("serving 640 samples", flush=True)
 time.sleep(1000)
 """,
@@ -373,7 +374,7 @@ def finish(begun: Begun) -> float:
         end = next(i for i, line in enumerate(log) if "training finished" in line)
         assert not any("Traceback" in line for line in log[end:]), log[end:]
     seconds = seconds_to_end(answer, since=begun.event_at)
-    assert seconds < ending.seconds
+    assert seconds < ending.seconds, f"{seconds:.1f} s instead of {ending.seconds} s"
     assert_nothing_left(begun)
     return seconds
 
@@ -420,6 +421,14 @@ def main() -> None:
     from shared import local_sagemaker
 
     seconds: dict[str, list[float]] = {name: [] for name in ENDINGS}
+    broken = []
+
+    def end(begun: Begun) -> None:
+        try:
+            seconds[begun.name].append(finish(begun))
+        except AssertionError as error:
+            broken.append(f"{begun.name}: {error}")
+
     with tempfile.TemporaryDirectory() as folder, local_sagemaker.start() as local:
         upload_images()
         jobs = Jobs(local.role, Path(folder))
@@ -428,11 +437,13 @@ def main() -> None:
             waiting = [begin(jobs, name, torch=True) for name in slow]
             for name, ending in ENDINGS.items():
                 if not ending.slow:
-                    seconds[name].append(finish(begin(jobs, name, torch=True)))
+                    end(begin(jobs, name, torch=True))
             for begun in waiting:
-                seconds[begun.name].append(finish(begun))
+                end(begun)
     for name, measured in seconds.items():
-        print(f"| {name} | {max(measured):.1f} s |")
+        print(f"| {name} | {max(measured, default=float('nan')):.1f} s |")
+    if broken:
+        sys.exit("\n".join(broken))
 
 
 if __name__ == "__main__":

@@ -210,8 +210,9 @@ def test_lines_for_sdk_v2(jobs: Jobs, project: Path):
     assert log.count("serving") == 1
 
 
-def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path):
-    """Those for several GPUs say nothing else, but how many ranks a host runs."""
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path, ranks: int):
+    """On several GPUs the launcher differs only in how many ranks a host runs."""
     import tensorflow as tf  # takes seconds, and no other test here needs it
 
     first, replacement = TF_RANKS.split("\n", 1)
@@ -228,6 +229,8 @@ def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path):
         s3.upload_file(f"{tmp_path}/part", "numbers", f"data/{first}.tfrecord")
     copied = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
     copied["my_training.py"] = TF_TRAINING
+    if ranks > 1:
+        copied["launcher.py"] = launcher
     copied |= texts_in(TENSORFLOW / "code", "hetero")
     job = jobs.run(
         copied,
@@ -239,7 +242,7 @@ def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path):
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     log = jobs.log(job["TrainingJobName"])
     batches = [line.split()[1:] for line in log if line.startswith("batch")]
-    assert len(batches) == 1000
+    assert len(batches) == ranks * 1000
     assert {group for group, *_ in batches} == {"data_group"}
     assert len({host for _, host, *_ in batches}) == 2
     assert len({record for _, _, *records in batches for record in records}) == 640

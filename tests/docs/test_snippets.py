@@ -30,7 +30,7 @@ PAGES = [
 ]
 NO_CODE = ("text", "diff", "mermaid")
 NAMED = {
-    "make demo": "runs the notebooks, which these tests run too",
+    "make demo": "runs the notebooks, which these tests run too (PyTorch's on less data)",
     "make test": "runs these tests",
     "make lab": "opens a browser; the notebooks in it are run by these tests",
     "make bench": "takes long; benchmarks/README.md says what it checks itself",

@@ -1,8 +1,8 @@
 """What the notebooks and `shared` ask of AWS, docs/permissions.md says that the role needs.
 
 The notebooks themselves, and what they leave, are held to it where they run: conftest.py has each
-kernel refuse what the policy does not allow, test_requests.py all that they ask of AWS itself, and
-test_workshop.py calls the rest.
+kernel refuse what the policy does not allow, test_requests.py does so where they ask AWS itself,
+and test_workshop.py calls the rest.
 """
 
 import json

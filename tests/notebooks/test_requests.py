@@ -28,6 +28,7 @@ from pages import ROOT
 from permissions import TOLERATED
 from shared import monitoring
 
+thorough = pytest.mark.thorough
 STORED = Path(__file__).parent / "requests"
 
 # What is asked of AWS does not depend on it, and it takes time to make.
@@ -88,10 +89,12 @@ def requests_of(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch) ->
     "name, target",
     [
         ("hello.world.sagemaker/helloworld-example", "aws"),
-        ("pt.grpc.sagemaker/hetero-pytorch-mnist", "aws"),
         ("pt.grpc.sagemaker/hetero-pytorch-mnist", "aws-small"),
-        ("tf.data.service.sagemaker/hetero-tensorflow-restnet50", "aws"),
         ("tf.data.service.sagemaker/hetero-tensorflow-restnet50", "aws-small"),
+        pytest.param("pt.grpc.sagemaker/hetero-pytorch-mnist", "aws", marks=thorough),
+        pytest.param(
+            "tf.data.service.sagemaker/hetero-tensorflow-restnet50", "aws", marks=thorough
+        ),
     ],
 )
 def test_requests_to_aws(name: str, target: str, monkeypatch: pytest.MonkeyPatch):
@@ -102,12 +105,19 @@ def test_requests_to_aws(name: str, target: str, monkeypatch: pytest.MonkeyPatch
     assert requests == json.loads(path.read_text())
 
 
+@thorough
+def test_hello_world_asks_the_same_for_the_affordable_pairs(monkeypatch: pytest.MonkeyPatch):
+    """`make aws` runs all notebooks with aws-small, hello world as the first one."""
+    notebook = ROOT / "hello.world.sagemaker" / "helloworld-example.ipynb"
+    stored = json.loads((STORED / "helloworld-example.aws.json").read_text())
+    assert requests_of(notebook, "aws-small", monkeypatch) == stored
+
+
 @pytest.mark.parametrize("notebook", sorted(ROOT.glob("*.sagemaker/*.ipynb")), ids=lambda p: p.stem)
 def test_only_the_first_cell_and_the_table_of_sizes_know_the_target(notebook: Path):
-    """Hello world has no sizes: it asks the same for aws-small, with which `make aws` runs it."""
     cells = [c for c in nbformat.read(notebook, as_version=4).cells if c.cell_type == "code"]
     lines = [line for cell in cells[1:] for line in cell.source.splitlines() if "TARGET" in line]
-    assert lines == ([] if "helloworld" in notebook.stem else ["SIZE = SIZES[TARGET]"])
+    assert lines in ([], ["SIZE = SIZES[TARGET]"])
 
 
 TENSORFLOW = ROOT / "tf.data.service.sagemaker" / "hetero-tensorflow-restnet50.ipynb"

@@ -82,7 +82,9 @@ def read_until(word: str, kernel: subprocess.Popen) -> str:
     raise AssertionError(f"it ended without {word}: {lines}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.thorough)]
+)
 def test_ctrl_c_and_the_end_of_the_kernel(tmp_path: Path, temporary_folder: Path, number: int):
     kernel = start_kernel(KERNEL, tmp_path)
     job = endings.Running(None, read_until("RUNNING", kernel).split()[1])

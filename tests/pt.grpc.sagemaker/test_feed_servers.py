@@ -172,8 +172,7 @@ def test_batches_of_more_than_a_gibibyte(start):
 # Its end
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("signals", [1, 5])
+@pytest.mark.parametrize("workers, signals", [(1, 1), (2, 5)])
 def test_sigterm_to_all_of_a_busy_host_s_processes_ends_them_soon(
     start, monkeypatch, workers, signals
 ):

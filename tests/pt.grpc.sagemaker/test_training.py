@@ -264,8 +264,20 @@ def test_run_resumed_after_sigterm_equals_the_uninterrupted_one(local_run, digit
 
 
 @pytest.mark.thorough
+def test_two_ranks_train_like_one_with_twice_the_batch(digits, tmp_path):
+    common = ["--train-dir", digits, "--model", "small", "--max-steps", "12", "--log-every", "4"]
+    one = train(*common, "--batch-size", "32", "--model-dir", tmp_path / "one")
+    two = train(*common, "--batch-size", "16", "--model-dir", tmp_path / "two", ranks=2)
+    assert [line[0] for line in STEP_LINE.findall(two)] == ["4", "8", "12"]
+    assert [line[0] for line in STEP_LINE.findall(one)] == ["4", "8", "12"]
+    weights = torch.load(tmp_path / "two" / "model.pt")
+    for name, expected in torch.load(tmp_path / "one" / "model.pt").items():
+        torch.testing.assert_close(weights[name], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.thorough
 def test_another_number_of_ranks_resumes_within_an_epoch(digits, tmp_path):
-    """Which samples each rank gets then, and of what ranks: test_feed.py, test_parallelism.py."""
+    """Which samples each rank gets: test_feed.py. FSDP, and more ranks: test_parallelism.py."""
     command = [*TRAINING, "--train-dir", digits, "--augment", "1", "--workers", "1"]
     command += ["--checkpoint-dir", tmp_path, "--model-dir", tmp_path]
     output = train(*command, "--max-steps", "27", ranks=2)

@@ -31,7 +31,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def start(repository: Path, *cells: str) -> subprocess.Popen:
-    """Run the demo of a notebook with these cells, the last of which are compared."""
+    """Run the demo of a notebook with these cells, of which the last is tagged `comparison`."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# A heading")])
     notebook.cells += [nbformat.v4.new_code_cell(cell) for cell in cells]
     notebook.cells[-1].metadata.tags = ["comparison"]

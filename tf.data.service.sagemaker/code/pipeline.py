@@ -1,6 +1,6 @@
 """The input pipeline, from TFRecord files to augmented batches: here, or on other machines.
 
-`build` is the same function for all modes. The lines below `if dispatcher:` move the pipeline to
+`build` is the same function for all modes. The lines below `if dispatcher` move the pipeline to
 tf.data.service: the data hosts then run what is above them, this host what is below.
 
 A record is a tf.train.Example with two features: `image`, an encoded picture (PNG, JPEG, ...), and
