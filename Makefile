@@ -20,7 +20,7 @@ demo: $(environment) ## run the notebooks on this machine, without an AWS accoun
 test: $(environment) ## run the tests, four files at a time: in many of them processes wait
 	@$(python) -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not thorough"
 
-thorough: $(environment) ## run what the tests leave out for its length: set-up, frameworks, all endings
+thorough: $(environment) ## run the long tests, which `make test` leaves out, and all endings of a job
 	@$(python) -m pytest -n 2 --dist loadfile -m thorough
 	@$(python) tests/endings.py 1
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up .venv: requirements.txt, the SageMaker training toolkit, and SDK v2. Nothing is compiled.
+# Set up .venv: requirements.txt, the SageMaker training toolkit, and SDK v2. No compiler is needed.
 #
 # `make` runs this when .venv is missing, unfinished or older than the requirements. It can be run
 # again at any time and continues where it stopped. Details of each step go to build/setup.log. The
@@ -97,7 +97,7 @@ install_packages() {
     # that of the largest, because processes that start together would each make it.
     local packages
     packages=$(echo .venv/lib/python*/site-packages)
-    "$python" -m compileall -qq -j 0 "$packages"/{sagemaker,torch,tensorflow,keras} || true # one may lack
+    "$python" -m compileall -qq -j 0 "$packages"/{sagemaker,torch,tensorflow,keras} || true # one may be missing
     rm "$unfinished"
 }
 

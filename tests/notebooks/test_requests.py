@@ -28,6 +28,9 @@ from pages import ROOT
 from permissions import TOLERATED
 from shared import monitoring
 
+HELLO = ROOT / "hello.world.sagemaker" / "helloworld-example.ipynb"
+PYTORCH = ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb"
+TENSORFLOW = ROOT / "tf.data.service.sagemaker" / "hetero-tensorflow-restnet50.ipynb"
 thorough = pytest.mark.thorough
 STORED = Path(__file__).parent / "requests"
 
@@ -86,20 +89,18 @@ def requests_of(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "name, target",
+    "notebook, target",
     [
-        ("hello.world.sagemaker/helloworld-example", "aws"),
-        ("pt.grpc.sagemaker/hetero-pytorch-mnist", "aws-small"),
-        ("tf.data.service.sagemaker/hetero-tensorflow-restnet50", "aws-small"),
-        pytest.param("pt.grpc.sagemaker/hetero-pytorch-mnist", "aws", marks=thorough),
-        pytest.param(
-            "tf.data.service.sagemaker/hetero-tensorflow-restnet50", "aws", marks=thorough
-        ),
+        (HELLO, "aws"),
+        (PYTORCH, "aws-small"),
+        (TENSORFLOW, "aws-small"),
+        pytest.param(PYTORCH, "aws", marks=thorough),
+        pytest.param(TENSORFLOW, "aws", marks=thorough),
     ],
 )
-def test_requests_to_aws(name: str, target: str, monkeypatch: pytest.MonkeyPatch):
-    requests = requests_of(ROOT / f"{name}.ipynb", target, monkeypatch)
-    path = STORED / f"{Path(name).name}.{target}.json"
+def test_requests_to_aws(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch):
+    requests = requests_of(notebook, target, monkeypatch)
+    path = STORED / f"{notebook.stem}.{target}.json"
     if os.environ.get("STORE_REQUESTS"):
         path.write_text(json.dumps(requests, indent=2) + "\n")
     assert requests == json.loads(path.read_text())
@@ -108,9 +109,8 @@ def test_requests_to_aws(name: str, target: str, monkeypatch: pytest.MonkeyPatch
 @thorough
 def test_hello_world_asks_the_same_for_the_affordable_pairs(monkeypatch: pytest.MonkeyPatch):
     """`make aws` runs all notebooks with aws-small, hello world as the first one."""
-    notebook = ROOT / "hello.world.sagemaker" / "helloworld-example.ipynb"
     stored = json.loads((STORED / "helloworld-example.aws.json").read_text())
-    assert requests_of(notebook, "aws-small", monkeypatch) == stored
+    assert requests_of(HELLO, "aws-small", monkeypatch) == stored
 
 
 @pytest.mark.parametrize("notebook", sorted(ROOT.glob("*.sagemaker/*.ipynb")), ids=lambda p: p.stem)
@@ -118,9 +118,6 @@ def test_only_the_first_cell_and_the_table_of_sizes_know_the_target(notebook: Pa
     cells = [c for c in nbformat.read(notebook, as_version=4).cells if c.cell_type == "code"]
     lines = [line for cell in cells[1:] for line in cell.source.splitlines() if "TARGET" in line]
     assert lines in ([], ["SIZE = SIZES[TARGET]"])
-
-
-TENSORFLOW = ROOT / "tf.data.service.sagemaker" / "hetero-tensorflow-restnet50.ipynb"
 
 
 @pytest.mark.parametrize(

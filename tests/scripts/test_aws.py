@@ -338,7 +338,13 @@ def test_what_a_killed_run_leaves_can_be_stopped(repository: Repository):
     assert status_of("aws-left") in ("Stopping", "Stopped")
 
 
-@pytest.mark.parametrize("goes_on", [True, False], ids=["a job follows", "none follows"])
+@pytest.mark.parametrize(
+    "goes_on",
+    [
+        pytest.param(True, id="a job follows", marks=pytest.mark.thorough),
+        pytest.param(False, id="none follows"),
+    ],
+)
 def test_a_run_that_goes_on_can_be_stopped(goes_on: bool, repository: Repository):
     """It starts no more jobs, and leaves its page, which names those that there were."""
     first, second = f"aws-first-{goes_on}", f"aws-second-{goes_on}"
