@@ -12,6 +12,7 @@ of them with the example as it is:
     python tests/endings.py 5       runs each ending five times and prints a table of the worst
 """
 
+import contextlib
 import json
 import re
 import sys
@@ -112,10 +113,12 @@ class Running:
     def environment(self) -> dict[str, str]:
         """The environment of one of its hosts, as soon as there is one."""
         deadline = time.monotonic() + 30
-        while not (processes := self.processes()):
-            assert time.monotonic() < deadline, f"{self.name} has no process"
+        while time.monotonic() < deadline:
+            for process in self.processes():
+                with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                    return process.environ()
             time.sleep(0.1)
-        return processes[0].environ()
+        raise AssertionError(f"{self.name} has no process")
 
     def host(self, group: str, number: int) -> str:
         """The name of a group's host, by its rank there, in the order of the hosts' numbers."""

@@ -4,7 +4,6 @@ import io
 from pathlib import Path
 
 import numpy as np
-import tensorflow as tf
 from PIL import Image
 
 
@@ -15,6 +14,8 @@ def image(number: int) -> np.ndarray:
 
 def write_records(folder: Path, files: int, records: int, classes: int = 0) -> None:
     """Write files of numbered pictures; their labels are the numbers, modulo `classes`."""
+    import tensorflow as tf  # takes seconds in each process that only collects the tests
+
     for file in range(files):
         with tf.io.TFRecordWriter(f"{folder}/{file:03}.tfrecord") as writer:
             for number in range(file * records, (file + 1) * records):
@@ -26,6 +27,8 @@ def write_records(folder: Path, files: int, records: int, classes: int = 0) -> N
 
 def encode(picture: bytes, label: int) -> bytes:
     """A record of an encoded picture and its label."""
+    import tensorflow as tf
+
     feature = {
         "image": tf.train.Feature(bytes_list=tf.train.BytesList(value=[picture])),
         "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[label])),

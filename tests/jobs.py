@@ -81,7 +81,8 @@ class Jobs:
         trainer = ModelTrainer(
             role=self.role,
             training_image=image,
-            base_job_name=f"test-{next(_numbers)}",
+            # The SDK adds the second of its start, in which other processes may start jobs, too.
+            base_job_name=f"test-{os.getpid()}-{next(_numbers)}",
             source_code=SourceCode(
                 source_dir=str(code), command=command, requirements=requirements
             ),

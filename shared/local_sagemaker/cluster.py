@@ -9,9 +9,11 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from moto.ec2.models.instance_types import INSTANCE_TYPES
+from moto.utilities.utils import load_resource
 
-# No longer in moto's table of EC2 instance types (source: aws.amazon.com/ec2/instance-types/p3).
+# As EC2 describes them; moto's module that has this table takes almost a second to import.
+INSTANCE_TYPES = load_resource("ec2/resources/instance_types.json")
+# No longer in that table (source: aws.amazon.com/ec2/instance-types/p3).
 RETIRED_VCPUS = {"p3.2xlarge": 8, "p3.8xlarge": 32, "p3.16xlarge": 64, "p3dn.24xlarge": 96}
 
 FIRST_PORT, PORTS_PER_JOB, JOBS_AT_ONCE = 10_000, 50, 400  # below Linux's ephemeral ports (32768)

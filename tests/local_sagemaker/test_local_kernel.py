@@ -86,6 +86,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert seconds < 5
 
 
+@thorough
 def test_a_block_within_a_session_leaves_the_session_alone(tmp_path: Path):
     body = """
 with local_sagemaker.start() as inner:

@@ -16,10 +16,10 @@ import pandas as pd
 import pytest
 from botocore.exceptions import ClientError
 from matplotlib.text import Text
-from moto.ec2.models.instance_types import INSTANCE_TYPES
 
 from jobs import ROOT, TWO_GROUPS
 from shared import advice_shown, advisor, costs, prediction, prices, verdict
+from shared.local_sagemaker.cluster import INSTANCE_TYPES
 from shared.prediction import Measured
 
 P4D = "--instance ml.p4d.24xlarge --step-ms 192 --accelerator-ms 80"

@@ -446,6 +446,7 @@ print("RESULT" + json.dumps([drawn, values, table]))
 """
 
 
+@pytest.mark.thorough
 def test_a_job_on_this_machine_is_seen_by_the_same_code(tmp_path):
     process = start_kernel(LOCAL_JOB, tmp_path)
     output = process.communicate(timeout=200)[0]

@@ -311,6 +311,7 @@ shell.run_line_magic("run", "-m shared.costs -- --refresh us-east-1")
 """
 
 
+@pytest.mark.thorough
 def test_the_command_in_a_notebook_knows_its_local_jobs(tmp_path):
     kernel = start_kernel(LOCAL_JOBS, tmp_path, IPYTHONDIR=str(tmp_path / "ipython"))
     said = kernel.communicate(timeout=120)[0]

@@ -7,15 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorflow as tf
 from PIL import Image, ImageFilter
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tf.data.service.sagemaker" / "code"))
+from images import encode, image, write_records
 
-import pipeline  # noqa: E402
-from images import encode, image, write_records  # noqa: E402
-
+CODE = Path(__file__).parents[2] / "tf.data.service.sagemaker" / "code"
 FILES, RECORDS = 5, 24  # records in each file
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    """Take TensorFlow's seconds in the process that runs these tests, not in all that collect."""
+    global pipeline, tf
+    sys.path.insert(0, str(CODE))
+    import tensorflow as tf
+
+    import pipeline
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from pathlib import Path
 import boto3
 import psutil
 import pytest
-import tensorflow as tf
 from sagemaker.core.shapes import CheckpointConfig
 from sagemaker.core.training.configs import InputData
 
@@ -168,6 +167,8 @@ def meet_strangers(job: endings.Running) -> list[socket.socket]:
 
 @pytest.mark.thorough
 def test_a_damaged_record_is_the_failure_reason(start, tmp_path: Path):
+    import tensorflow as tf  # takes seconds, and most tests here do not need it
+
     data = upload(tmp_path / "damaged", "damaged")
     with tf.io.TFRecordWriter(f"{tmp_path}/record") as writer:
         writer.write(encode(b"no picture", 0))
@@ -233,6 +234,8 @@ def test_a_job_survives_its_data_servers_and_goes_on_from_its_checkpoint(start):
 
 @pytest.mark.thorough
 def test_resnet50_trains_here_too(tmp_path: Path):
+    import tensorflow as tf
+
     options = "--data-mode synthetic --model resnet50 --batch-size 2 --max-steps 2 --model-dir"
     command = [sys.executable, "train_dnn.py", *options.split(), str(tmp_path)]
     subprocess.run(command, cwd=CODE, check=True, timeout=200)
