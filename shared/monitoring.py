@@ -164,7 +164,9 @@ def _plot(seen: bottleneck.Observed, title: str = "") -> Figure:
     legend = {"loc": "outside lower center", "ncols": 4, "fontsize": 11, "frameon": False}
     fig.legend(entries.values(), entries, title=bottleneck.RULE, title_fontsize=10, **legend)
     title = title or seen.description["TrainingJobName"]
-    fig.suptitle(f"{title}\n{textwrap.fill(bottleneck.verdict(seen), 100)}", fontsize=13)
+    clauses = bottleneck.verdict(seen).replace("; ", ";\n").splitlines()
+    verdict = "\n".join(textwrap.fill(clause, 100) for clause in clauses)
+    fig.suptitle(f"{title}\n{verdict}", fontsize=13)
     plt.close(fig)  # the notebook draws the returned figure; left open, it would be drawn twice
     return fig
 
