@@ -1,206 +1,263 @@
-"""The data host's side: serve the batches that training processes ask for.
+"""A data host: prepares samples of the Datasets that training scripts send.
 
-    if __name__ == "__main__":
-        serve(MyDataset(), "algo-1:7712", token)
+    HETERO_TOKEN=... python -m feed.server HOST:PORT [--workers N]
 
-Worker processes prepare them, as a DataLoader's do; as with its start method "spawn", Dataset and
-collate_fn must be picklable, and the program's main code guarded as above. Memory is needed for the
-Dataset times the workers.
+It names nothing of theirs, and serves until SIGTERM those who have the job's token. Here is the
+process that speaks gRPC; those that have the Datasets are in worker.py.
 """
 
-import hmac
-import multiprocessing
-import multiprocessing.util
 import os
-import pickle
+
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # each worker has a core
+
+import argparse
+import contextlib
+import hashlib
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import Any
 
-import grpc
-from torch.utils.data import Dataset
+from feed import wire
+from feed.samples import as_error
+from feed.wire import RAISED, READY, UNKNOWN, WAITING, messages
+from feed.worker import Worker, fork, fork_for_each, hold, new_process
 
-from feed.batches import SeededBatches
-from feed.wire import KEEPALIVE, SERVICE, messages
-from feed.worker import Worker, error_header
-
-MAX_CALLS = 2048  # at a time; each holds at most one batch
-ATTEMPTS = 2  # at a batch over which worker processes die or hang
+MOST_CALLS = 2048  # at a time; each holds at most one reply
+ATTEMPTS = 3  # at a chunk, and at a worker's start, over which processes end
+BEAT_SECONDS = 5  # between two replies that say that something is waited for
+MOST_DATASETS, MOST_MEMORY = 8, 0.4  # that are kept; share of the memory, by their pickles' size
 REFUSAL_SECONDS = 10  # between two lines about refused calls
-SERVER_OPTIONS = [
+OPTIONS = [
     ("grpc.so_reuseport", 0),  # else a second server on this port would take some of the calls
     ("grpc.http2.max_ping_strikes", 0),  # let clients check on us as often as they like
-    *KEEPALIVE,
+    *wire.KEEPALIVE,
 ]
 
 
-class Feed:
+class Copy:
+    """A Dataset that this host has, or is getting."""
+
+    def __init__(self, state: int = WAITING, value: bytes = b""):
+        self.state, self.value = state, value  # WAITING, then READY, or RAISED with the exception
+        self.size, self.calls, self.used_at = 0, 0, time.monotonic()
+        self.holder: socket.socket | None = None  # the process that has it, and forks workers
+        self.is_dropped = False
+
+    def is_held(self) -> bool:
+        """Whether the process that has it is alive."""
+        try:
+            return self.holder.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+
+
+class Front:
     """What answers the calls, each in a thread of gRPC's."""
 
-    def __init__(self, batches: SeededBatches, num_workers: int, timeout: float, version: str):
-        kind, length = type(batches.dataset), len(batches.dataset)
-        name = " ".join(filter(None, [f"{kind.__module__}.{kind.__qualname__}", version]))
-        self.description = messages.DatasetDescription(
-            length=length, workers=num_workers, fingerprint=f"{name} of {length} samples"
-        )
-        self.pickled, self.timeout = pickle.dumps(batches), timeout  # once for all workers
+    def __init__(self, main: socket.socket, token: str, workers: int):
+        self.main, self.token, self.workers, self.calls = main, token, workers, 0
+        self.copies: dict[bytes, Copy] = {}  # by digest
+        self.lock, self.deaths = threading.RLock(), Counter()  # of their processes, by digest
         self.tasks: queue.SimpleQueue[tuple] = queue.SimpleQueue()
-        self.starts: queue.SimpleQueue[str] = queue.SimpleQueue()  # how each went; "": well
-        self.starting, self.is_ending = threading.Lock(), False
-        for _ in range(num_workers):
-            threading.Thread(target=self.mind_worker, daemon=True).start()
+        for _ in range(workers):
+            threading.Thread(target=self.mind_workers, daemon=True).start()
 
-    def mind_worker(self) -> None:
-        """In a thread: keep one worker running, and give it one batch after the other to do."""
-        worker = self.start_worker()
-        while True:
-            request, is_wanted, answer = self.tasks.get()
-            it, failures = messages.BatchRequest.FromString(request), []
-            while len(failures) < ATTEMPTS and is_wanted():
-                try:
-                    answer.put(worker.prepare(request))
-                    break
-                except (EOFError, OSError) as error:
-                    failures.append(f"{worker.end(error)} over batch {it.number}")
-                    if is_wanted():  # else the server may be ending
-                        print(f"feed: {failures[-1]} of epoch {it.epoch}", flush=True)
-                        worker = self.start_worker()
-            else:
-                text = f"{', and then '.join(failures)}: is there memory for it?"
-                answer.put(deque([error_header(text)]))
+    def ask(self, request: bytes, context: Any) -> Iterator[bytes]:
+        """Answer a call of Ask."""
+        nonce, digest = wire.verify(self.token, context.invocation_metadata())
+        if hashlib.sha256(request).digest() != digest:
+            raise ValueError("the request is not what its metadata announce")
+        for reply, frames in self.answer(messages.Request.FromString(request), context.is_active):
+            reply.workers, reply.calls = self.workers, self.calls
+            yield wire.seal(self.token, nonce, reply)
+            while frames:
+                yield frames.popleft()
 
-    def start_worker(self) -> Worker:
-        """Return a worker that has the Dataset."""
-        while True:
-            worker = None
-            try:
-                with self.starting:
-                    if self.is_ending:
-                        sys.exit()  # this thread
-                    worker = Worker(self.timeout)
-                worker.load(self.pickled)
-                self.starts.put("")
-                return worker
-            except (EOFError, OSError) as error:
-                what = worker.end(error) if worker else f"no worker process can start: {error}"
-                self.starts.put(f"{what}; is there memory for the Dataset?")
-                time.sleep(1)  # no hurry, where something is so wrong; or the server ends
-                print(f"feed: {what} at its start", flush=True)
-
-    def end(self) -> None:
-        """End all workers: killed, as they may be busy with a long batch, and not replaced."""
-        with self.starting:
-            self.is_ending = True
-        for process in multiprocessing.active_children():
-            process.kill()
-
-    def describe(self, request: Any, context: grpc.ServicerContext) -> Any:
-        """Say what is served, and refuse a client that expects something else."""
-        if request.fingerprint:
-            self.check(request.fingerprint, context)
-        return self.description
-
-    def check(self, fingerprint: str, context: grpc.ServicerContext) -> None:
-        """Refuse a client that expects another Dataset, such as the one before a restart."""
-        if fingerprint != self.description.fingerprint:
-            reason = f"this host serves {self.description.fingerprint}, not {fingerprint}"
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
-
-    def batch(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Have a batch prepared, and send it: its header, then its frames."""
-        self.check(messages.BatchRequest.FromString(request).fingerprint, context)
-        answer: queue.SimpleQueue[deque[bytes]] = queue.SimpleQueue()
-        if context.add_callback(lambda: answer.put(deque())):  # the call may end before its batch
-            self.tasks.put((request, context.is_active, answer))
-            parts = answer.get()
-            while parts:
-                yield parts.popleft()
-
-
-class TokenCheck(grpc.ServerInterceptor):
-    """Refuses calls without the job's token, before it waits for their message or does anything."""
-
-    def __init__(self, token: str):
-        self.expected, self.printed_at = f"Bearer {token}".encode(), -REFUSAL_SECONDS
-        self.refusal = grpc.stream_stream_rpc_method_handler(self.refuse)
-
-    def intercept_service(self, continuation: Callable, call: grpc.HandlerCallDetails) -> Any:
-        given = str(dict(call.invocation_metadata).get("authorization", "")).encode()
-        return continuation(call) if hmac.compare_digest(given, self.expected) else self.refusal
-
-    def refuse(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> None:
-        if time.monotonic() > self.printed_at + REFUSAL_SECONDS:
-            self.printed_at = time.monotonic()
-            print(f"feed: refused a call from {context.peer()}: wrong or missing token", flush=True)
-        context.abort(
-            grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token: do both have the same?"
-        )
-
-
-def end_once(*_: Any) -> None:
-    """Raise SystemExit on SIGTERM, once: no second one shall interrupt the end."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit()
-
-
-def serve(
-    dataset: Dataset,
-    address: str,
-    token: str,
-    collate_fn: Callable[[list], Any] | None = None,
-    num_workers: int | None = None,
-    timeout: float = 300.0,
-    version: str = "",
-) -> None:
-    """Serve `dataset` at `address` ("host:port") until SIGTERM; to be called in the main thread.
-
-    num_workers: processes that prepare batches; default: one per core that this process may use.
-    timeout: seconds that one may be silent over a batch before it is replaced. version: what tells
-    this Dataset from another one of its class and length. Raises TypeError for a Dataset that is
-    not map-style, ValueError for an unfit token or number of workers, OSError when `address` cannot
-    be listened at, RuntimeError when a worker cannot start.
-    """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RuntimeError('put serve under `if __name__ == "__main__":`, as workers import it too')
-    num_workers = len(os.sched_getaffinity(0)) if num_workers is None else num_workers
-    if not (token and token.isascii()) or num_workers < 1:
-        raise ValueError("the token must be an ASCII string, not empty, and num_workers 1 or more")
-    signal.signal(signal.SIGTERM, end_once)
-    multiprocessing.util.get_temp_dir()  # else each worker makes its own, which nobody removes
-    feed = Feed(SeededBatches(dataset, collate_fn), num_workers, timeout, version)
-    server = grpc.server(
-        ThreadPoolExecutor(MAX_CALLS),
-        interceptors=[TokenCheck(token)],
-        options=SERVER_OPTIONS,
-        maximum_concurrent_rpcs=MAX_CALLS,
-    )
-    kind = messages.DatasetDescription
-    methods = {
-        "Describe": grpc.unary_unary_rpc_method_handler(
-            feed.describe, kind.FromString, kind.SerializeToString
-        ),
-        "Batch": grpc.unary_stream_rpc_method_handler(feed.batch),
-    }
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, methods)])
-    try:
-        while feed.starts.empty():  # who asked before a worker is ready would only wait
-            time.sleep(0.05)
-        if problem := feed.starts.get():
-            raise RuntimeError(problem)
+    def answer(self, asked: Any, is_wanted: Callable[[], bool]) -> Iterator[tuple[Any, deque]]:
+        """Yield Replies and their frames: WAITING every few seconds, until the last one."""
+        copy = self.copies.get(asked.dataset) or Copy(UNKNOWN)
+        if copy.state != READY:
+            yield messages.Reply(state=copy.state, value=copy.value), deque()
+            return
+        answer: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        copy.calls, copy.used_at, self.calls = copy.calls + 1, time.monotonic(), self.calls + 1
+        self.tasks.put((asked.dataset, copy, asked.chunk, is_wanted, answer))
         try:
-            server.add_insecure_port(address)
-        except RuntimeError:
-            raise OSError(f"cannot listen at {address!r}: in use, or not this host's") from None
-        server.start()
-        print(f"serving {len(dataset)} samples at {address}", flush=True)
-        while True:  # Linux may give SIGTERM to another thread, which does not wake this one
-            time.sleep(0.2)
-    finally:
-        server.stop(grace=None).wait()
-        feed.end()
+            while is_wanted():
+                try:
+                    yield answer.get(timeout=BEAT_SECONDS)
+                    return
+                except queue.Empty:
+                    yield messages.Reply(state=WAITING), deque()
+        finally:
+            copy.calls, self.calls = copy.calls - 1, self.calls - 1
+
+    def mind_workers(self) -> None:
+        """In a thread: have chunks prepared one after the other, by a worker for each Dataset."""
+        workers: dict[Copy, Worker] = {}
+        while True:
+            digest, copy, chunk, is_wanted, answer = task = self.tasks.get()
+            for other in [other for other in workers if other.is_dropped]:
+                workers.pop(other).end()
+            failures: list[str] = []
+            while is_wanted() and not copy.is_dropped:
+                worker = workers.get(copy)
+                try:
+                    worker = worker or workers.setdefault(copy, Worker(copy.holder))
+                    answer.put(worker.prepare(chunk))
+                    break
+                except (OSError, EOFError) as error:
+                    failures.append(workers.pop(copy).end(error) if worker else "none can start")
+                    print(f"feed: a worker process: {failures[-1]}", flush=True)
+                if not copy.is_held():
+                    self.drop(digest, copy)
+                    self.deaths[digest] += 1
+                elif len(failures) == ATTEMPTS and not worker and self.workers > 1:
+                    self.workers -= 1
+                    print(f"feed: it goes on with {self.workers} workers", flush=True)
+                    return self.tasks.put(task)
+                elif len(failures) == ATTEMPTS:
+                    text = f"worker processes: {', '.join(failures)}: is there memory for them?"
+                    answer.put((messages.Reply(state=RAISED, value=as_error(text)), deque()))
+                    break
+            if copy.is_dropped:
+                answer.put((messages.Reply(state=UNKNOWN), deque()))
+
+    def upload(self, frames: Iterator[bytes], context: Any) -> bytes:
+        """Answer a call of Upload: take the Dataset, unless it is here, or is coming."""
+        nonce, digest = wire.verify(self.token, context.invocation_metadata())
+        with self.lock:
+            is_known = digest in self.copies
+            copy = self.copies.setdefault(digest, Copy())
+        if not is_known:
+            received, payload = hashlib.sha256(), os.memfd_create("dataset")
+            try:
+                for frame in frames:
+                    os.write(payload, frame)
+                    received.update(frame)
+                    copy.size += len(frame)
+            finally:
+                is_whole = received.digest() == digest
+                if not is_whole:
+                    self.drop(digest, copy)
+                    os.close(payload)
+            if is_whole:
+                threading.Thread(target=self.load, args=(digest, copy, payload)).start()
+        state = WAITING if is_known else READY
+        return wire.seal(self.token, nonce, messages.Reply(state=state))
+
+    def load(self, digest: bytes, copy: Copy, payload: int) -> None:
+        """In a thread: have a process hold a Dataset that has come."""
+        self.make_room(copy)
+        began, copy.holder = time.monotonic(), new_process(self.main)
+        try:
+            socket.send_fds(copy.holder, [b"+"], [payload])
+            state, copy.value = Connection(os.dup(copy.holder.fileno())).recv()
+        except (OSError, EOFError):
+            self.deaths[digest] += 1
+            state, copy.value = RAISED, as_error("the Dataset's process has died: is there memory?")
+            if self.deaths[digest] < ATTEMPTS:
+                return self.drop(digest, copy)
+        finally:
+            os.close(payload)
+        copy.state, seconds = state, time.monotonic() - began
+        print(f"feed: a Dataset, {copy.size / 1e6:.1f} MB, made in {seconds:.1f} s", flush=True)
+
+    def make_room(self, new: Copy) -> None:
+        """Drop Datasets that nobody asks for, least recently used first, where there are too many.
+
+        Each rank and each change of a Dataset in the training script may make another one.
+        """
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if len(self.copies) == 2:
+            print("feed: from here on, this host has several Datasets in memory", flush=True)
+        for digest, copy in sorted(self.copies.items(), key=lambda item: item[1].used_at):
+            sizes = [each.size for each in self.copies.values()]
+            if len(sizes) <= MOST_DATASETS and sum(sizes) <= MOST_MEMORY * pages:
+                return
+            if copy is not new and not copy.calls and copy.state != WAITING:
+                self.drop(digest, copy)
+
+    def drop(self, digest: bytes, copy: Copy) -> None:
+        """Forget a Dataset, which ends its processes: who asks for it uploads it again."""
+        with self.lock:
+            copy.is_dropped = True
+            if self.copies.get(digest) is copy:
+                del self.copies[digest]
+            if copy.holder:
+                copy.holder.close()
+
+
+def serve(its: socket.socket, main: socket.socket, address: str, token: str, workers: int) -> None:
+    """Serve until the main process ends."""
+    import grpc  # not before the fork
+
+    its.close()
+    front, printed_at = Front(main, token, workers), [-REFUSAL_SECONDS]
+
+    class TokenCheck(grpc.ServerInterceptor):
+        """Refuses calls of others, before it waits for their message or does anything."""
+
+        def intercept_service(self, continuation: Callable, call: Any) -> Any:
+            is_ours = wire.verify(token, call.invocation_metadata)
+            return continuation(call) if is_ours else refusal
+
+    def refuse(requests: Iterator[bytes], context: Any) -> None:
+        if time.monotonic() > printed_at[0] + REFUSAL_SECONDS:
+            printed_at[0] = time.monotonic()
+            print(f"feed: refused a call from {context.peer()}: wrong or missing token", flush=True)
+        text = "wrong or missing token: have both the same HETERO_TOKEN?"
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+
+    refusal = grpc.stream_stream_rpc_method_handler(refuse)
+    server = grpc.server(
+        ThreadPoolExecutor(MOST_CALLS),
+        interceptors=[TokenCheck()],
+        options=OPTIONS,
+        maximum_concurrent_rpcs=MOST_CALLS,
+    )
+    methods = {
+        "Ask": grpc.unary_stream_rpc_method_handler(front.ask),
+        "Upload": grpc.stream_unary_rpc_method_handler(front.upload),
+    }
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(wire.SERVICE, methods)])
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError:
+        sys.exit(f"feed: cannot listen at {address!r}: in use, or not this host's")
+    server.start()
+    print(f"feed: serving at {address} with {workers} workers", flush=True)
+    server.wait_for_termination()
+
+
+def main() -> None:
+    """Fork the front, and the processes that it asks for."""
+    parser = argparse.ArgumentParser(description="Prepares samples of Datasets that come to it.")
+    parser.add_argument("address", metavar="HOST:PORT", help="to serve at")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=int, default=cores, help="processes; default: one a core")
+    args = parser.parse_args()
+    token = os.environ.get("HETERO_TOKEN", "")
+    if not token:
+        parser.error("HETERO_TOKEN must be the job's token")
+    if args.workers < 1:
+        parser.error("--workers must be 1 or more")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    ours, its = socket.socketpair()
+    fork(serve, ours, its, args.address, token, args.workers)
+    its.close()
+    with contextlib.suppress(KeyboardInterrupt):
+        fork_for_each(ours, hold)
+        sys.exit("feed: the process that serves has ended")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""The line of a training script: a Dataset whose samples are prepared on data hosts.
+
+    dataset = RemoteDataset(MyDataset(...))
+    loader = DataLoader(dataset, batch_size=64, sampler=sampler, num_workers=4, pin_memory=True)
+
+The DataLoader stays torch's: each of its worker processes asks the data hosts for the samples of
+its batch, and waits for them. Without data hosts the same samples are prepared here.
+"""
+
+import io
+import multiprocessing
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from feed.epochs import Asked, asked_for
+from feed.fetch import Fetcher
+from feed.samples import Chunk, differ, prepare, undisturbed
+from feed.travel import Digest, dump, frames, generators_of, paths_beside_script
+
+AS_IS = "RemoteDataset(collate_fn=...) needs DataLoader(dataset, batch_size=..., collate_fn=as_is)"
+
+
+def as_is(batch: Any) -> Any:
+    """Return the batch: the DataLoader's collate_fn where RemoteDataset has one."""
+    return batch
+
+
+class RemoteDataset(Dataset):
+    """A map-style Dataset, prepared by the data hosts that HETERO_DATA_HOSTS names.
+
+    dataset: travels there as it is when a DataLoader worker starts (without workers: when an epoch
+    does). Or a callable that returns it, which is called there only, in each worker process.
+    collate_fn: joins batches there; the DataLoader's is then `as_is`. timeout: seconds without a
+    word from any data host after which getting samples raises ConnectionError.
+
+    Any other attribute that is read or set is the Dataset's. What it raises there is raised here,
+    as by torch's own workers. Raises TypeError for a Dataset that is not map-style, and later for
+    one that cannot be pickled; PermissionError when a data host has another HETERO_TOKEN.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset | Callable[[], Dataset],
+        collate_fn: Callable[[list], Any] | None = None,
+        timeout: float = 60.0,
+    ):
+        is_made = hasattr(dataset, "__getitem__") and not isinstance(dataset, type)
+        if isinstance(dataset, IterableDataset) or not (is_made or callable(dataset)):
+            name = type(dataset).__name__
+            raise TypeError(f"{name} is no map-style Dataset, with __getitem__ and __len__")
+        object.__setattr__(self, "_source", Source(dataset, is_made, collate_fn, timeout))
+
+    def start_at_batch(self, number: int) -> None:
+        """Number the batches of the next epochs from `number` on, to resume in mid-epoch.
+
+        The random numbers of a batch depend on its number. Set it back to 0 for the next epoch.
+        """
+        self._source.first_batch = number
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_source":
+            raise AttributeError(name)
+        return getattr(self._source.to_reach(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._source.to_reach(name), name, value)
+
+    def __len__(self) -> int:
+        return self._source.length()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._source.get([index], asked_for(), is_batch=False)[0]
+
+    def __getitems__(self, indices: list) -> Any:
+        return self._source.get(list(indices), asked_for(), is_batch=True)
+
+    def __getstate__(self) -> dict:
+        return {"_source": self._source}
+
+    def __setstate__(self, state: dict) -> None:
+        object.__setattr__(self, "_source", state["_source"])
+
+
+class Source:
+    """Where a RemoteDataset's samples come from."""
+
+    def __init__(self, dataset: Any, is_made: bool, collate_fn: Callable | None, timeout: float):
+        self.given, self.is_made, self.collate_fn = dataset, is_made, collate_fn
+        self.hosts = [host for host in os.environ.get("HETERO_DATA_HOSTS", "").split(",") if host]
+        self.token, self.timeout = os.environ.get("HETERO_TOKEN", ""), timeout
+        if self.hosts and not self.token:
+            raise ValueError("RemoteDataset needs HETERO_TOKEN, the job's token, to ask data hosts")
+        self.first_batch, self.process = 0, 0
+
+    def __getstate__(self) -> dict:
+        """Travel to a process that is spawned: there, the script's classes are of no `__main__`."""
+        file = io.BytesIO()
+        dump(file, (self.given, self.collate_fn))
+        own = "is_made", "hosts", "token", "timeout", "first_batch"
+        return {name: getattr(self, name) for name in own} | {"pickled": file.getvalue()}
+
+    def __setstate__(self, state: dict) -> None:
+        self.given, self.collate_fn = pickle.loads(state.pop("pickled"))
+        self.__dict__.update(state, process=0)
+
+    def begin_process(self) -> None:
+        """Forget what belongs to the process that this one was forked from."""
+        if self.process != os.getpid():
+            self.inherited = self.__dict__.get("fetcher")  # kept: its end would touch gRPC's state
+            self.process, self.fetcher, self.is_changed = os.getpid(), None, True
+            self.dataset = self.given if self.is_made else None
+            self.generators: list = []
+            self.seen = self.batch = None  # the fetcher of the epoch, and what it asked for last
+            self.epoch = self.place = -1
+            self.noticed: set[str] = set()
+            if get_worker_info() and (parent := multiprocessing.parent_process()):
+                # torch's own watch does not look while samples are waited for.
+                threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+
+    def to_reach(self, name: str) -> Any:
+        """Return the Dataset, for an attribute."""
+        if not self.is_made:
+            raise AttributeError(
+                f"{name!r} cannot be reached: the Dataset is made on the data hosts, by a callable. "
+                "Give RemoteDataset the Dataset itself, or keep what you need of it elsewhere"
+            )
+        self.is_changed = True  # perhaps
+        return self.given
+
+    def length(self) -> int:
+        self.begin_process()
+        if self.is_made:
+            return len(self.given)
+        if not self.hosts:
+            return len(self.made())
+        self.connect(None)
+        self.fetcher.wait_for_host()
+        return self.described[1][0]
+
+    def made(self) -> Any:
+        """Return the Dataset of this process."""
+        if self.dataset is None:
+            self.dataset = self.given()
+        return self.dataset
+
+    def get(self, indices: list, asked: Asked | None, is_batch: bool) -> Any:
+        """Return the samples, or the batch if there is a collate_fn."""
+        self.begin_process()
+        seed, number = self.where(asked)
+        is_ready = is_batch and asked and asked.fetcher.collate_fn is as_is
+        if self.collate_fn and not is_ready:
+            raise TypeError(AS_IS)
+        ranks = None
+        if dist.is_available() and dist.is_initialized():
+            ranks = dist.get_rank(), dist.get_world_size()
+        known = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+        chunk = Chunk(seed, number, self.place, indices, ranks, known)
+        self.place += len(indices)
+        if not self.hosts:
+            dataset = self.made()
+            if self.is_changed:
+                self.generators, self.is_changed = generators_of(dataset), False
+            with undisturbed(self.generators):
+                return prepare(dataset, self.generators, chunk, self.collate_fn)
+        self.connect(asked)
+        is_divisible = not (self.collate_fn or hasattr(self.given, "__getitems__"))
+        self.notice(is_batch, is_divisible, asked)
+        return self.fetcher.fetch(chunk, is_divisible, asked.num_workers if asked else 1)
+
+    def where(self, asked: Asked | None) -> tuple[tuple[int, ...], int]:
+        """Return the seed and the number of the batch that is asked for, and find the place there."""
+        if not asked:  # dataset[0], which must not take the training's random numbers
+            self.place = max(0, self.place)
+            return (torch.initial_seed(),), -1
+        if self.seen is not asked.fetcher:  # a new epoch
+            self.seen, self.batch = asked.fetcher, None
+            if asked.num_workers:
+                self.epoch += 1  # persistent workers keep the first epoch's seed
+            else:
+                self.epoch, self.is_changed = 0, True
+        if self.batch != asked.batch:
+            self.batch, self.place = asked.batch, 0
+        return (asked.seed, self.epoch), asked.batch + self.first_batch
+
+    def connect(self, asked: Asked | None) -> None:
+        """Have the data hosts get the Dataset, as it is now."""
+        if self.fetcher and not self.is_changed:
+            return
+        init_fn, digest = asked and asked.worker_init_fn, Digest()
+
+        def write(file: Any) -> dict[str, str]:
+            pickle.dump(paths_beside_script(), file)  # for what it takes to unpickle the rest
+            return dump(file, (self.given, self.is_made, self.collate_fn, init_fn)).globals
+
+        def upload() -> Any:
+            self.say_size(digest.size, found)
+            return frames(write)
+
+        found = write(digest)
+        self.is_changed, value = False, digest.sha256.digest()
+        if not self.fetcher:
+            self.fetcher = Fetcher(self.hosts, self.token, self.timeout, self.check)
+        self.described: tuple[str, Any] | None = None
+        self.fetcher.use(value, upload)
+
+    def say_size(self, size: int, found: dict[str, str]) -> None:
+        """Say what travels."""
+        text = f"feed: {type(self.given).__name__} travels to a data host: {size / 1e6:.1f} MB"
+        if found:
+            used = ", ".join(f"{name} used in {where}" for name, where in found.items())
+            text += f", with the script's {used}"
+        print(text, flush=True)
+
+    def check(self, address: str, about: tuple) -> None:
+        """Raise ValueError if a host's Dataset is another one than that of the others."""
+        first, known = self.described = self.described or (address, about)
+        if differ(known, about):
+            raise ValueError(
+                f"data hosts have different Datasets: that of {first} has {known[0]} samples, that "
+                f"of {address} has {about[0]}, or some are not alike. The callable must return the "
+                "same on all hosts, in the same order"
+            )
+
+    def notice(self, is_batch: bool, is_divisible: bool, asked: Asked | None) -> None:
+        """Say once what makes it slow."""
+        name, text, info = type(self.given).__name__, "", get_worker_info()
+        if asked and not is_batch:
+            text = "samples are asked for one by one: set batch_size, and put RemoteDataset around "
+            text += "a ConcatDataset, not into it"
+        elif not is_divisible and not self.collate_fn:
+            text = f"{name} has __getitems__, so each batch is prepared by one process: set "
+            text += "num_workers to as many as there are"
+        if text and text not in self.noticed and (not info or info.id == 0):
+            self.noticed.add(text)
+            print(f"feed: {text}", flush=True)
+
+
+def end_with(parent: Any) -> None:
+    """End this process when the training process has ended."""
+    parent.join()
+    os._exit(1)
