@@ -11,10 +11,10 @@ import os
 import pickle
 import queue
 import random
-import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,9 +50,13 @@ CHANNEL_OPTIONS = [
 MOST_CALLS = 64  # at a time
 CHUNKS_PER_WORKER = 2  # one is prepared while another one travels
 OVERDUE, OVERDUE_SECONDS = 4, 0.5  # times what was expected, and at least; then 16 times, ...
-PAUSE = 0.5  # seconds until a host that failed, or is making the Dataset, is asked again
+PAUSE, LOOK_SECONDS = 0.5, 0.1  # until a host that failed, or is making the Dataset, is asked again
 
 own_random = random.Random()  # the training's are not for us
+fetchers: "weakref.WeakSet[Fetcher]" = weakref.WeakSet()
+# gRPC can be used after a fork if no thread was in it: where the training process itself asks, as
+# without workers, it may fork later.
+os.register_at_fork(before=lambda: [fetcher.rest() for fetcher in fetchers])
 
 
 class Lost(Exception):
@@ -109,13 +113,16 @@ class Fetcher:
     ):
         self.hosts, self.token, self.timeout = [Host(name) for name in hosts], token, timeout
         self.check = check
-        self.pool, self.lock = ThreadPoolExecutor(MOST_CALLS), threading.Lock()
+        self.pool, self.process = ThreadPoolExecutor(MOST_CALLS), os.getpid()
+        self.running: set[Future] = set()
+        self.open: set[grpc.Call] = set()
         self.came: queue.SimpleQueue[tuple[Host, Task | None, Any]] = queue.SimpleQueue()
         self.heard_at = 0.0  # the last sign of life
+        fetchers.add(self)
 
-    def use(self, digest: bytes, upload: Callable[[], Iterator[bytes]]) -> None:
+    def use(self, what: str, digest: bytes, upload: Callable[[], Iterator[bytes]]) -> None:
         """Have the hosts get the Dataset with this digest, whose pickle `upload` yields."""
-        self.digest, self.upload = digest, upload
+        self.what, self.digest, self.upload = what, digest, upload
         for host in self.hosts:
             host.workers, host.greet_at = 0, 0.0
 
@@ -161,7 +168,7 @@ class Fetcher:
         for host in self.hosts:
             if not (host.workers or host.is_greeted) and time.monotonic() > host.greet_at:
                 host.is_greeted = True
-                self.pool.submit(self.run, host, None)
+                self.start(host, None)
         return [host for host in self.hosts if host.workers]
 
     def ask(self, task: Task) -> None:
@@ -176,7 +183,20 @@ class Fetcher:
         task.due = time.monotonic() + patience
         task.asked.append(host)
         host.calls += 1
-        self.pool.submit(self.run, host, task)
+        self.start(host, task)
+
+    def start(self, host: Host, task: Task | None) -> None:
+        """Ask a host in a thread."""
+        future = self.pool.submit(self.run, host, task)
+        self.running.add(future)
+        future.add_done_callback(self.running.discard)
+
+    def rest(self) -> None:
+        """End all calls of this process, and wait until none of its threads is in gRPC."""
+        if self.process == os.getpid():
+            for call in [*self.open]:
+                call.cancel()
+            wait([*self.running])
 
     def take(self) -> None:
         """Take what comes next, or wait a moment for it."""
@@ -211,7 +231,7 @@ class Fetcher:
             result = Lost()
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 result = PermissionError(f"data host {host.address}: {error.details()}")
-            elif not (task and task.is_over):
+            elif error.code() is not grpc.StatusCode.CANCELLED:
                 self.lose(host, f"{error.code().name}: {error.details()}")
         except BrokenReply as error:
             result = Lost()
@@ -219,6 +239,13 @@ class Fetcher:
         except BaseException as error:
             result = error
         self.came.put((host, task, result))
+
+    def opened(self, call: Any) -> Any:
+        """Remember a call until it has ended."""
+        self.open.add(call)
+        if not call.add_callback(lambda: self.open.discard(call)):
+            self.open.discard(call)
+        return call
 
     def lose(self, host: Host, why: str) -> None:
         """Ask a host for nothing, until it answers again."""
@@ -233,14 +260,16 @@ class Fetcher:
         reply, call = self.call(host, b"", [])
         if reply.state == UNKNOWN:
             nonce, metadata = sign(self.token, self.digest)
-            put = host.channel.stream_unary(f"/{SERVICE}/Upload")
-            reply = unseal(self.token, nonce, put(self.upload(), metadata=metadata))
+            put = host.channel.stream_unary(f"/{SERVICE}/Upload").future
+            taken = self.opened(put(self.upload(), metadata=metadata)).result()
+            if unseal(self.token, nonce, taken).state == READY:  # else another process uploads it
+                print(f"feed: {self.what} has gone to data host {host.address}", flush=True)
             self.heard_at = time.monotonic()
         elif reply.state == READY:
             if about := decode(reply, call):  # of one that a callable has made
                 self.check(host.address, about)
             host.workers, host.failure = reply.workers, ""
-        host.greet_at = time.monotonic() + PAUSE
+        host.greet_at = time.monotonic() + LOOK_SECONDS
 
     def get_chunk(self, host: Host, task: Task) -> Any:
         """Have a host prepare a chunk."""
@@ -260,7 +289,8 @@ class Fetcher:
         """Ask a host; return its Reply, and the call, whose frames may follow."""
         request = messages.Request(dataset=self.digest, chunk=chunk).SerializeToString()
         nonce, metadata = sign(self.token, hashlib.sha256(request).digest())
-        call = host.channel.unary_stream(f"/{SERVICE}/Ask")(request, metadata=metadata)
+        ask = host.channel.unary_stream(f"/{SERVICE}/Ask")
+        call = self.opened(ask(request, metadata=metadata))
         calls.append(call)
         while True:
             reply = unseal(self.token, nonce, next(call, b""))

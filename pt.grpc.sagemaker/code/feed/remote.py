@@ -128,7 +128,7 @@ class Source:
         """Return the Dataset, for an attribute."""
         if not self.is_made:
             raise AttributeError(
-                f"{name!r} cannot be reached: the Dataset is made on the data hosts, by a callable. "
+                f"{name!r} cannot be reached: a callable makes the Dataset on the data hosts. "
                 "Give RemoteDataset the Dataset itself, or keep what you need of it elsewhere"
             )
         self.is_changed = True  # perhaps
@@ -175,7 +175,7 @@ class Source:
         return self.fetcher.fetch(chunk, is_divisible, asked.num_workers if asked else 1)
 
     def where(self, asked: Asked | None) -> tuple[tuple[int, ...], int]:
-        """Return the seed and the number of the batch that is asked for, and find the place there."""
+        """Return the seed and number of the batch that is asked for, and find the place there."""
         if not asked:  # dataset[0], which must not take the training's random numbers
             self.place = max(0, self.place)
             return (torch.initial_seed(),), -1
@@ -196,27 +196,19 @@ class Source:
         init_fn, digest = asked and asked.worker_init_fn, Digest()
 
         def write(file: Any) -> dict[str, str]:
-            pickle.dump(paths_beside_script(), file)  # for what it takes to unpickle the rest
+            pickle.dump(paths_beside_script(), file)  # first, as the rest may need them
             return dump(file, (self.given, self.is_made, self.collate_fn, init_fn)).globals
 
-        def upload() -> Any:
-            self.say_size(digest.size, found)
-            return frames(write)
-
-        found = write(digest)
-        self.is_changed, value = False, digest.sha256.digest()
+        taken_along = write(digest)
+        what = f"{type(self.given).__name__}, {digest.size / 1e6:.1f} MB"
+        if taken_along:
+            used = ", ".join(f"{name} in {where}" for name, where in taken_along.items())
+            what += f", with globals of the script that it uses ({used}),"
         if not self.fetcher:
             self.fetcher = Fetcher(self.hosts, self.token, self.timeout, self.check)
         self.described: tuple[str, Any] | None = None
-        self.fetcher.use(value, upload)
-
-    def say_size(self, size: int, found: dict[str, str]) -> None:
-        """Say what travels."""
-        text = f"feed: {type(self.given).__name__} travels to a data host: {size / 1e6:.1f} MB"
-        if found:
-            used = ", ".join(f"{name} used in {where}" for name, where in found.items())
-            text += f", with the script's {used}"
-        print(text, flush=True)
+        self.fetcher.use(what, digest.sha256.digest(), lambda: frames(write))
+        self.is_changed = False
 
     def check(self, address: str, about: tuple) -> None:
         """Raise ValueError if a host's Dataset is another one than that of the others."""

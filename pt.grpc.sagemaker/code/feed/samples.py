@@ -97,7 +97,7 @@ def undisturbed(generators: list) -> Iterator[None]:
         random.setstate(state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
-        for generator, put_back, value in held:
+        for _, put_back, value in held:
             put_back(value)
 
 

@@ -85,7 +85,9 @@ class Front:
         """Yield Replies and their frames: WAITING every few seconds, until the last one."""
         copy = self.copies.get(asked.dataset) or Copy(UNKNOWN)
         if copy.state != READY:
-            yield messages.Reply(state=copy.state, value=copy.value), deque()
+            # Who asks for samples had it here: it has been dropped, and somebody uploads it again.
+            state = UNKNOWN if asked.chunk and copy.state == WAITING else copy.state
+            yield messages.Reply(state=state, value=copy.value), deque()
             return
         answer: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         copy.calls, copy.used_at, self.calls = copy.calls + 1, time.monotonic(), self.calls + 1

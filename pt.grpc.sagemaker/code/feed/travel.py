@@ -29,7 +29,7 @@ SIMPLE = int, float, str, bytes, bool, type(None), type, ModuleType, FunctionTyp
 
 
 class DatasetPickler(cloudpickle.Pickler):
-    """Pickles a Dataset; keeps the generators that it finds, and the globals that it takes along."""
+    """Pickles a Dataset; keeps the generators that it finds, and what globals it takes along."""
 
     def __init__(self, file: IO[bytes]):
         super().__init__(file, protocol=5)
@@ -110,13 +110,15 @@ class Digest:
 
 
 def dump(file: Any, value: Any) -> DatasetPickler:
-    """Pickle a Dataset; raise TypeError that names what cannot be pickled."""
+    """Pickle what makes a Dataset; raise TypeError that names what cannot be pickled."""
     main = sys.modules.get("__mp_main__")  # the training script in a process that was spawned
     if main and main.__name__ not in cloudpickle.list_registry_pickle_by_value():
         cloudpickle.register_pickle_by_value(main)
     pickler = DatasetPickler(file)
     try:
         pickler.dump(value)
+    except OSError:  # of the file
+        raise
     except Exception as error:
         raise TypeError(
             f"{type(value).__name__}{culprit(value)} cannot travel to the data hosts ({error}): "

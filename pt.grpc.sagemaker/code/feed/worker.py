@@ -47,6 +47,8 @@ def fork(work: Callable, *arguments: Any) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
         if os.getppid() == parent:
             work(*arguments)
+    except SystemExit as error:
+        print(error.code, flush=True)
     except BaseException:
         traceback.print_exc()
     os._exit(1)
