@@ -236,7 +236,7 @@ def serve(its: socket.socket, main: socket.socket, address: str, token: str, wor
     except RuntimeError:
         sys.exit(f"feed: cannot listen at {address!r}: in use, or not this host's")
     server.start()
-    print(f"feed: serving at {address} with {workers} workers", flush=True)
+    print(f"serving at {address} workers={workers}", flush=True)
     server.wait_for_termination()
 
 
