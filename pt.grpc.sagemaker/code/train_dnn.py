@@ -1,9 +1,9 @@
 """Train an image classifier on MNIST-format data, with samples prepared here or on other machines.
 
 `--data-mode` says where samples come from: `local` prepares them on this host's own cores,
-`service` on data hosts, which HETERO_DATA_HOSTS names, `synthetic` repeats one batch, which shows how
-fast training could be. The first two give the same batches, so they train the same model, bit for
-bit.
+`service` on the data hosts that HETERO_DATA_HOSTS names, `synthetic` repeats one batch, which shows
+how fast training could be. The first two give the same batches, so they train the same model, bit
+for bit.
 
 Run it as it is, or on several GPUs with `torchrun --nproc-per-node=N train_dnn.py ...`.
 """
