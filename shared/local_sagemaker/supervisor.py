@@ -11,6 +11,7 @@ follow: a file, so that a busy kernel never holds up a host that prints.
 
 SageMaker's rules, as far as they show from inside a container:
 - only PID 1 of a container gets SIGTERM, and Linux drops it when PID 1 has no handler for it;
+- PID 1 becomes the parent of what others in its container leave behind;
 - when PID 1 exits, all other processes of its container are killed;
 - a host that exits non-zero fails the job, and the others are told to end;
 - 120 seconds after SIGTERM comes SIGKILL (API reference of StopTrainingJob).
@@ -94,6 +95,11 @@ def start_host(plan: dict) -> Host:
     """
     os.sched_setaffinity(0, plan["cores"])  # children inherit it
     libc = ctypes.CDLL(None)
+
+    def become_pid_1() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+
     process = subprocess.Popen(
         plan["command"],
         env=plan["environment"],
@@ -103,7 +109,7 @@ def start_host(plan: dict) -> Host:
         stderr=subprocess.STDOUT,
         start_new_session=True,
         # Safe although it runs between fork and exec: this process has one thread.
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+        preexec_fn=become_pid_1,
     )
     return Host(plan["name"], plan["base_dir"], plan["cores"], plan["vcpus"], process)
 
