@@ -329,6 +329,43 @@ def test_a_rank_s_own_processes_live_until_it_has_ended(jobs: Jobs):
     assert jobs.log(name).count("worker ran: True") == 2
 
 
+GREET = """
+from concurrent import futures
+import grpc, hetero
+
+class Greeter(grpc.GenericRpcHandler):
+    def service(self, call):
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: b"hello")
+
+server = grpc.server(futures.ThreadPoolExecutor(1), [Greeter()], options=[("grpc.so_reuseport", 0)])
+server.add_insecure_port(hetero.read_cluster().server)
+server.start()
+server.wait_for_termination()
+"""
+ASK = """
+import os
+import grpc, hetero
+
+cluster = hetero.read_cluster()
+for name, other in [("no_grpc_proxy", "a.org"), ("no_proxy", "b.org"), ("NO_PROXY", "c.org")]:
+    for server in cluster.servers("data_group"):
+        with grpc.insecure_channel(server) as channel:
+            print(channel.unary_unary("/any/method")(b"", timeout=20, wait_for_ready=True).decode())
+    assert {"algo-1", "algo-4", other} <= {*os.environ[name].split(",")}, os.environ[name]
+    os.environ.pop("no_grpc_proxy", None)  # without which gRPC looks at no_proxy
+"""
+
+
+def test_hosts_reach_each_other_although_there_is_a_proxy(jobs: Jobs):
+    """One that knows nothing of them: here it is not even there."""
+    environment = {"HETERO_TOKEN": "secret", "http_proxy": "http://127.0.0.1:9"}
+    environment |= {"no_grpc_proxy": "a.org", "no_proxy": "b.org", "NO_PROXY": "c.org"}
+    files = {**RUNTIME, "launcher.py": LAUNCHER, "data_group.py": GREET, "dnn_group.py": ASK}
+    job = jobs.run(files, "exec python launcher.py", GROUPS, environment=environment)
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    assert jobs.log(job["TrainingJobName"]).count("hello") == 2 * 3 * 2
+
+
 # ---- several ranks on a host
 
 TWO_RANKS = LAUNCHER.replace("command))", "command), ranks=2)")
