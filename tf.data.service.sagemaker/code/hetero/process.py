@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import threading
 import time
 
 TICK_SECONDS = 0.05
+PIPE_BYTES = 1 << 20  # as many as a pipe can hold
+LINE_END = re.compile(rb"\r+\n?|\n")  # a line of a progress bar ends with \r
 # What Python, argparse or C++ says last; torchrun's own ChildFailedError comes after that.
 ERROR = re.compile(
     r"(?:\[rank\d+\]: *)?"
@@ -39,20 +42,34 @@ class Process:
         self.reader.start()
 
     def _pass_output_on(self) -> None:
-        while line := self.popen.stdout.readline(1 << 16):  # whole, as others print there too
-            sys.stdout.buffer.write(line)
+        """Print its lines whole, as others print there too, until all it had to say is printed."""
+        pipe, rest, is_over = self.popen.stdout.fileno(), b"", False
+        readable = select.poll()
+        readable.register(pipe, select.POLLIN)
+        while not is_over:
+            # Others may hold the pipe open when it has ended, but one read has all that it wrote.
+            is_over = self.popen.returncode is not None
+            if readable.poll(1000 * TICK_SECONDS):
+                data = os.read(pipe, PIPE_BYTES)
+                rest, is_over = rest + data, is_over or not data
+            *lines, rest = LINE_END.split(rest)
+            if rest and (is_over or len(rest) > 1 << 16):
+                lines, rest = [*lines, rest], b""
+            sys.stdout.buffer.write(b"".join(line + b"\n" for line in lines))
             sys.stdout.flush()
-            if error := ERROR.match(line.decode("utf-8", "replace")):
-                self.last_error = error[1].strip()[:500].rstrip(" .")
+            for line in lines:
+                if error := ERROR.match(line.decode("utf-8", "replace")):
+                    self.last_error = error[1].strip()[:500].rstrip(" .")
 
     async def ended(self, seconds: float = 1e9) -> None:
         """Wait for its end, up to `seconds`, then kill its process group, itself included."""
         deadline = time.monotonic() + seconds
-        while self.popen.poll() is None and time.monotonic() < deadline:
+        while self.popen.returncode is None and time.monotonic() < deadline:
             await asyncio.sleep(TICK_SECONDS)
         with contextlib.suppress(ProcessLookupError):  # nobody is left
             os.killpg(self.popen.pid, signal.SIGKILL)
-        self.reader.join(timeout=1)  # no longer, as what has left the session may hold it open
+        while self.reader.is_alive() and time.monotonic() < deadline + 1:
+            await asyncio.sleep(TICK_SECONDS)
 
     def describe_end(self) -> tuple[str, bool]:
         """How it ended, with its last error; and whether it was cut off from another rank."""
