@@ -114,6 +114,18 @@ def test_a_long_error_is_cut_and_still_the_reason(jobs: Jobs):
     assert len(job["FailureReason"]) <= 1024
 
 
+def test_the_reason_is_no_error_that_ends_nothing(jobs: Jobs):
+    """What a job says when its process's output has such an error last: test_reason.py has more."""
+    script = (
+        "import sys\nclass Loader:\n    def __del__(self):\n"
+        "        raise AssertionError('can only test a child process')\n"
+        "loader = Loader()\nsys.exit('no usable samples')"
+    )
+    job = run(jobs, data_group=SERVE, dnn_group=script)
+    end = "dnn_group.py exited with status 1; its last line: no usable samples., exit code: 1"
+    assert job["FailureReason"].endswith(end)
+
+
 def test_a_command_that_is_not_there_is_the_reason_on_every_host(jobs: Jobs):
     files = {**RUNTIME, "launcher.py": LAUNCHER.replace("sys.executable", "'/no/such/python'")}
     job = jobs.run(files, "exec python launcher.py", GROUPS, environment={"HETERO_TOKEN": "secret"})
@@ -512,7 +524,12 @@ time.sleep(100)
     "seconds, failure, cut_off, reason",
     [
         (3, "raise ValueError('first')", 3, "rank 3 of .* with status 1: ValueError: first"),
-        (3, "os.kill(os.getpid(), 9)", 3, "rank 3 of dnn_group.py was killed by signal 9"),
+        (
+            3,
+            "print('ValueError: handled', flush=True); os.kill(os.getpid(), 9)",
+            3,
+            r"rank 3 of dnn_group.py was killed by signal 9\.",
+        ),
         (0, "raise ValueError('first')", 1, "rank 3 of .* with status 1: ValueError: first"),
         (
             100,

@@ -1,6 +1,7 @@
-"""A rank or data server: its start, its output, what it says last, and its end."""
+"""A rank or data server: its start, its output, and its end."""
 
 import asyncio
+import collections
 import contextlib
 import os
 import re
@@ -11,21 +12,12 @@ import sys
 import threading
 import time
 
+from hetero.reason import reason
+
 TICK_SECONDS = 0.05
 PIPE_BYTES = 1 << 20  # as many as a pipe can hold
 LINE_END = re.compile(rb"\r+\n?|\n")  # a line of a progress bar ends with \r
-# What Python, argparse or C++ says last; torchrun's own ChildFailedError comes after that.
-ERROR = re.compile(
-    r"(?:\[rank\d+\]: *)?"
-    r"((?!\S*ChildFailed)[\w.]*(?:Error|Exception)\b.*|\S+\.py: error: .*| +what\(\): .*)"
-)
-# How torch, Horovod and TensorFlow say that another rank is gone, or does not answer.
-CUT_OFF = re.compile(
-    r"(RuntimeError|[\w.]*Dist\w*Error|what\(\)):.*"
-    r"(connection|peer|broken pipe|timed? ?out|timeout|watchdog|remote process|shut ?down)"
-    r"|[\w.]*(HorovodInternal|errors_impl\.(Unknown|Aborted|Unavailable))Error",
-    re.IGNORECASE,
-)
+REMEMBERED = 1000  # lines of output, in which a failure's reason is looked for
 
 
 class Process:
@@ -34,7 +26,7 @@ class Process:
     def __init__(self, command: list[str], environment: dict[str, str], name: str = ""):
         script = next((word for word in reversed(command) if word.endswith(".py")), command[0])
         self.name = f"{name} of {script}" if name else script
-        self.last_error = ""  # set in the thread below alone, and read when that has ended
+        self.output: collections.deque[bytes] = collections.deque(maxlen=REMEMBERED)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         environment = {**os.environ, **environment}
         self.popen = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
@@ -57,9 +49,7 @@ class Process:
                 lines, rest = [*lines, rest], b""
             sys.stdout.buffer.write(b"".join(line + b"\n" for line in lines))
             sys.stdout.flush()
-            for line in lines:
-                if error := ERROR.match(line.decode("utf-8", "replace")):
-                    self.last_error = error[1].strip()[:500].rstrip(" .")
+            self.output += [line[:500] for line in lines]
 
     async def ended(self, seconds: float = 1e9) -> None:
         """Wait for its end, up to `seconds`, then kill its process group, itself included."""
@@ -72,9 +62,10 @@ class Process:
             await asyncio.sleep(TICK_SECONDS)
 
     def describe_end(self) -> tuple[str, bool]:
-        """How it ended, with its last error; and whether it was cut off from another rank."""
-        status = self.popen.returncode
-        is_error = status > 0 or status == -signal.SIGABRT  # by which C++ ends a process
-        error = f": {self.last_error}" if is_error and self.last_error else ""
+        """How it ended, and why; and whether it was cut off from another rank."""
+        status, why, was_cut_off = self.popen.returncode, "", False
+        if status > 0 or status == -signal.SIGABRT:  # by which C++ ends a process
+            lines = [*self.output]  # a copy, as the thread may go on
+            why, was_cut_off = reason(line.decode("utf-8", "replace") for line in lines)
         how = f"exited with status {status}" if status >= 0 else f"was killed by signal {-status}"
-        return f"{self.name} {how}{error}", is_error and bool(CUT_OFF.match(self.last_error))
+        return f"{self.name} {how}{why}", was_cut_off
