@@ -21,8 +21,10 @@ test: $(environment) ## run the tests, four files at a time: in many of them pro
 	@$(python) -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not thorough"
 
 thorough: $(environment) ## run the long tests, which `make test` leaves out, and all endings of a job
-	@$(python) -m pytest -n 2 --dist loadfile -m thorough
-	@$(python) tests/endings.py 1
+	@failed=0; \
+	$(python) -m pytest -n 2 --dist loadfile -m thorough || failed=1; \
+	$(python) tests/endings.py 1 || failed=1; \
+	exit $$failed
 
 quick: $(environment) ## for who changes a line: the style, and the tests that start no job
 	@$(python) -m ruff format --check -q . && $(python) -m ruff check -q .

@@ -9,7 +9,10 @@ few lines in place of the scripts, since importing PyTorch is nine tenths of a j
 test_feed_hosts.py has the loader's part. The other endings have `torch=True`. This command runs all
 of them with the example as it is:
 
-    python tests/endings.py 5       runs each ending five times and prints a table of the worst
+    python tests/endings.py 5 [NAME...]
+
+runs each ending five times, or those named, and prints a table of the worst times. The names of
+those that were not as they should be are then in build/failed-endings.txt.
 """
 
 import contextlib
@@ -18,7 +21,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +39,7 @@ from mnist import idx
 CODE = Path(__file__).parent.parent / "pt.grpc.sagemaker" / "code"
 GROUPS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
 BUCKET, IMAGES = "endings", 640
+FAILED = Path(__file__).parent.parent / "build" / "failed-endings.txt"  # .ci/retry.py reads it
 HYPERPARAMETERS = {"model": "small", "batch-size": 16, "processes-per-host": 1, "log-every": 1,
                    "augment": 1, "workers": 1, "epochs": 1000, "checkpoint-every": 5}  # fmt: skip
 HOST = r"algo-\d \({}_group\)"
@@ -420,33 +424,42 @@ def assert_nothing_left(begun: Begun) -> None:
 
 
 def main() -> None:
-    """Run all endings some times; print the worst time of each."""
+    """Run all endings, or those named, some times; print the worst time of each."""
     from shared import local_sagemaker
 
-    seconds: dict[str, list[float]] = {name: [] for name in ENDINGS}
-    broken = []
+    names = sys.argv[2:] or list(ENDINGS)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    broken: dict[str, AssertionError] = {}
 
-    def end(begun: Begun) -> None:
+    @contextlib.contextmanager
+    def noting(name: str) -> Iterator[None]:
         try:
-            seconds[begun.name].append(finish(begun))
+            yield
         except AssertionError as error:
-            broken.append(f"{begun.name}: {error}")
+            broken[name] = error
 
     with tempfile.TemporaryDirectory() as folder, local_sagemaker.start() as local:
         upload_images()
         jobs = Jobs(local.role, Path(folder))
         for _ in range(int(sys.argv[1])):
-            slow = [name for name, ending in ENDINGS.items() if ending.slow]
-            waiting = [begin(jobs, name, torch=True) for name in slow]
-            for name, ending in ENDINGS.items():
-                if not ending.slow:
-                    end(begin(jobs, name, torch=True))
+            waiting = []
+            for name in names:
+                if ENDINGS[name].slow:
+                    with noting(name):
+                        waiting.append(begin(jobs, name, torch=True))
+            for name in names:
+                if not ENDINGS[name].slow:
+                    with noting(name):
+                        seconds[name].append(finish(begin(jobs, name, torch=True)))
             for begun in waiting:
-                end(begun)
+                with noting(begun.name):
+                    seconds[begun.name].append(finish(begun))
     for name, measured in seconds.items():
         print(f"| {name} | {max(measured, default=float('nan')):.1f} s |")
+    FAILED.parent.mkdir(exist_ok=True)
+    FAILED.write_text("".join(f"{name}\n" for name in broken))
     if broken:
-        sys.exit("\n".join(broken))
+        sys.exit("\n".join(f"{name}: {error}" for name, error in broken.items()))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ other, and `pip install` in a job only verifies), channels other than S3 prefixe
 pools, spot interruptions, GPUs, and AWS from inside a job: its code has neither credentials nor the
 mock. Linux only.
 
+A `\\r`, as progress bars print it, ends a line of a host's log. Published logs of jobs on SageMaker
+have `#015` in its place, within one long line.
+
 Nothing reaches AWS or costs money: credentials, profiles and endpoints of the environment are set
 aside, and a request that the mock does not answer is an error.
 """

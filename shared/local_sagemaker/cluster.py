@@ -161,7 +161,8 @@ def write_configuration(host: Host, hosts: list[Host], request: dict, python: Pa
 
     python: the folder of the interpreter that the image has.
 
-    AWS promises no order of hosts and groups, so here it is random, and another on each host.
+    All hosts of a job are "sorted lexicographically", so that algo-10 comes before algo-2. Of the
+    groups and their hosts AWS promises no order: here it is random, and another on each host.
     Source:
     docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
     """
@@ -174,7 +175,7 @@ def write_configuration(host: Host, hosts: list[Host], request: dict, python: Pa
         "current_host": host.name,
         "current_instance_type": host.instance_type,
         "current_group_name": host.group,
-        "hosts": shuffled([h.name for h in hosts]),
+        "hosts": sorted(h.name for h in hosts),
         "instance_groups": [
             {
                 "instance_group_name": group["InstanceGroupName"],
@@ -223,6 +224,8 @@ def host_environment(
     """The environment of the host's PID 1: the job's own variables, and never the user's."""
     return {
         "PATH": f"{host.tree}/python/bin:/usr/local/bin:/usr/bin:/bin",
+        # As AWS's images have it: each line of a Python program is in the log when it is printed.
+        "PYTHONUNBUFFERED": "1",
         "LANG": "C.UTF-8",
         "HOME": str(host.tree),
         "TMPDIR": str(host.tree / "tmp"),

@@ -11,6 +11,7 @@ follow: a file, so that a busy kernel never holds up a host that prints.
 
 SageMaker's rules, as far as they show from inside a container:
 - only PID 1 of a container gets SIGTERM, and Linux drops it when PID 1 has no handler for it;
+- PID 1 becomes the parent of what others in its container leave behind;
 - when PID 1 exits, all other processes of its container are killed;
 - a host that exits non-zero fails the job, and the others are told to end;
 - 120 seconds after SIGTERM comes SIGKILL (API reference of StopTrainingJob).
@@ -21,6 +22,7 @@ import errno
 import io
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -35,6 +37,7 @@ import psutil
 SECONDS_FROM_SIGTERM_TO_SIGKILL = 120
 CPU_SAMPLE_SECONDS = 1.0
 SECONDS_TO_DRAIN = 2.0
+LINE_END = re.compile(rb"\r?\n|\r")  # progress bars, like tqdm's, print `\r` between their states
 LONGEST_LINE = 128 * 1024  # bytes; a longer one becomes several events
 COMMAND_NOT_FOUND = 127  # the exit status that shells and container runtimes give it
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -94,6 +97,11 @@ def start_host(plan: dict) -> Host:
     """
     os.sched_setaffinity(0, plan["cores"])  # children inherit it
     libc = ctypes.CDLL(None)
+
+    def become_pid_1() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+
     process = subprocess.Popen(
         plan["command"],
         env=plan["environment"],
@@ -103,7 +111,7 @@ def start_host(plan: dict) -> Host:
         stderr=subprocess.STDOUT,
         start_new_session=True,
         # Safe although it runs between fork and exec: this process has one thread.
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+        preexec_fn=become_pid_1,
     )
     return Host(plan["name"], plan["base_dir"], plan["cores"], plan["vcpus"], process)
 
@@ -112,13 +120,12 @@ def read_output(host: Host, events: Events) -> None:
     """Turn what the host has printed into one event a line, and notice when its output ends."""
     data = os.read(host.process.stdout.fileno(), 1 << 16)
     host.output_open = bool(data)
-    lines = (host.unfinished_line + data).split(b"\n")
-    host.unfinished_line = lines.pop()
+    *lines, host.unfinished_line = LINE_END.split(host.unfinished_line + data)
     if host.unfinished_line and (not data or len(host.unfinished_line) > LONGEST_LINE):
         lines.append(host.unfinished_line)
         host.unfinished_line = b""
     for line in lines:
-        events.write(host=host.name, log=line.decode("utf-8", "replace").rstrip("\r"))
+        events.write(host=host.name, log=line.decode("utf-8", "replace"))
 
 
 def kill_container(base_dir: str) -> None:

@@ -36,4 +36,6 @@ def test_a_toolkit_may_know_less_but_nothing_else(script: str, status: str, line
     files = {"train.py": (CODE / "train.py").read_text(), "start.py": script}
     job = jobs.run(files, "python start.py", GROUPS)
     assert job["TrainingJobStatus"] == status
-    assert jobs.log(job["TrainingJobName"]).count(line) == 2  # on each host
+    log = jobs.log(job["TrainingJobName"])
+    assert log.count(line) == 2  # on each host
+    assert log.count("is_master: True") == (1 if status == "Completed" else 0)

@@ -48,7 +48,7 @@ def test_stop(jobs: Jobs):
             "    open(os.environ['SM_MODEL_DIR'] + '/late.txt', 'w').write('saved')\n"
             "    sys.exit(1)\n"
             "signal.signal(signal.SIGTERM, ended)\n"
-            "print('ready', flush=True)\n"
+            "print('ready')\n"
             "time.sleep(100)"
         },
         "exec python train.py",
@@ -67,7 +67,7 @@ def test_stop(jobs: Jobs):
 def test_sigterm_is_for_pid_1_that_handles_it(jobs: Jobs):
     """A shell that waits for the script, as SDK v3 has it without `exec`, never passes it on."""
     name = jobs.create(
-        {"train.py": "import time\nprint('ready', flush=True)\ntime.sleep(3)\nprint('never told')"},
+        {"train.py": "import time\nprint('ready')\ntime.sleep(3)\nprint('never told')"},
         "python train.py; true",
     )
     jobs.wait_for_log(name, "ready")
@@ -115,7 +115,7 @@ def test_a_host_that_never_stops_printing_can_be_stopped(jobs: Jobs):
 
 def test_a_job_whose_supervisor_is_killed_fails_and_leaves_nothing(jobs: Jobs):
     name = jobs.create(
-        {"train.py": "import time; print('ready', flush=True); time.sleep(100)"},
+        {"train.py": "import time; print('ready'); time.sleep(100)"},
         "exec python train.py",
         TWO_GROUPS,
     )

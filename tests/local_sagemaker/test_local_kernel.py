@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 thorough = pytest.mark.thorough
 SLEEPING_JOB = """
-name = jobs.create({"train.py": "import time; print('ready', flush=True); time.sleep(100)"},
+name = jobs.create({"train.py": "import time; print('ready'); time.sleep(100)"},
                    "exec python train.py", {"a": ("ml.c5.xlarge", 2), "b": ("ml.m5.xlarge", 1)})
 jobs.wait_for_log(name, "ready")
 print("RUNNING", flush=True)
@@ -68,7 +68,7 @@ def test_no_host_outlives_a_kernel_whose_forked_child_does(tmp_path: Path, tempo
 @thorough
 def test_a_forked_child_of_the_kernel_does_not_hold_up_the_end(tmp_path: Path):
     body = """
-name = jobs.create({"train.py": "import time; print('ready', flush=True); time.sleep(100)"},
+name = jobs.create({"train.py": "import time; print('ready'); time.sleep(100)"},
                    "exec python train.py")
 jobs.wait_for_log(name, "ready")
 if os.fork() == 0:

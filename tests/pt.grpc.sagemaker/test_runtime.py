@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import boto3
+import psutil
 import pytest
 
 from endings import Running
@@ -32,12 +33,15 @@ hetero.run(cluster, "dnn_group", dict.fromkeys(["data_group", "dnn_group"], comm
 SERVE = "import time\nprint('serving', flush=True)\ntime.sleep(100)"
 
 
+def changed(file: str, old: str, new: str) -> dict[str, str]:
+    """The runtime with other constants."""
+    assert old in RUNTIME[file]
+    return {**RUNTIME, file: RUNTIME[file].replace(old, new)}
+
+
 def lost_after(seconds: int) -> dict[str, str]:
     """The runtime with less patience for a host that does not answer."""
-    messages, known = RUNTIME["hetero/messages.py"], "LOST_SECONDS = 2, 20"
-    assert known in messages
-    changed = messages.replace(known, f"LOST_SECONDS = 2, {seconds}")
-    return {**RUNTIME, "hetero/messages.py": changed}
+    return changed("hetero/messages.py", "LOST_SECONDS = 2, 20", f"LOST_SECONDS = 2, {seconds}")
 
 
 def start(jobs: Jobs, token: str = "secret", runtime: dict = RUNTIME, **scripts: str) -> str:
@@ -84,10 +88,42 @@ def test_hosts_are_ranked_by_number_whatever_their_order(tmp_path: Path):
     assert printed.split() == ["2", "algo-2", "algo-9", "algo-10", "algo-1", "algo-3"]
 
 
+# In a session of its own, holding the script's stdout open.
+LEAVE_A_PROCESS = """
+import subprocess
+subprocess.Popen(["sleep", "100"], start_new_session=True)
+"""
+
+
+def test_ranks_have_ended_whoever_holds_their_output(jobs: Jobs):
+    """`nothing_is_left` sees that what they leave ends with the job."""
+    job = run(
+        jobs,
+        launcher=LAUNCHER.replace("command))", "command), ranks=8)"),
+        data_group=SERVE,
+        dnn_group=LEAVE_A_PROCESS + "print('trained', end='')",
+    )
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    assert jobs.log(job["TrainingJobName"]).count("trained") == 16
+
+
 def test_a_long_error_is_cut_and_still_the_reason(jobs: Jobs):
-    job = run(jobs, data_group=SERVE, dnn_group="raise ValueError('x' * 10_000)")
+    script = LEAVE_A_PROCESS + "raise ValueError('x' * 10_000)"
+    job = run(jobs, data_group=SERVE, dnn_group=script)
     assert "exited with status 1: ValueError: xxxx" in job["FailureReason"]
     assert len(job["FailureReason"]) <= 1024
+
+
+def test_the_reason_is_no_error_that_ends_nothing(jobs: Jobs):
+    """What a job says when its process's output has such an error last: test_reason.py has more."""
+    script = (
+        "import sys\nclass Loader:\n    def __del__(self):\n"
+        "        raise AssertionError('can only test a child process')\n"
+        "loader = Loader()\nsys.exit('no usable samples')"
+    )
+    job = run(jobs, data_group=SERVE, dnn_group=script)
+    end = "dnn_group.py exited with status 1; its last line: no usable samples., exit code: 1"
+    assert job["FailureReason"].endswith(end)
 
 
 def test_a_command_that_is_not_there_is_the_reason_on_every_host(jobs: Jobs):
@@ -197,6 +233,40 @@ def test_a_data_server_that_the_job_needs_fails_it_alone(jobs: Jobs):
     )
     assert job["TrainingJobStatus"] == "Failed"
     assert "4 times. The job cannot do without it." in job["FailureReason"]
+
+
+def test_a_data_server_that_dies_now_and_then_is_not_restarted_for_ever(jobs: Jobs):
+    """Here each run is long enough for the restarts in a row to be counted anew."""
+    known = "RESTARTS, HEALTHY_SECONDS, ALL_RESTARTS = 3, 60, 50"
+    runtime = changed("hetero/host.py", known, known.replace("60, 50", "0, 2"))
+    name = start(jobs, runtime=runtime, data_group="", dnn_group="import time\ntime.sleep(100)")
+    job = jobs.wait(name)
+    assert job["TrainingJobStatus"] == "Failed"
+    reason = r"data_group.py exited with status 0, 3 times\. No host of data_group is left\."
+    assert re.search(reason, job["FailureReason"])
+
+
+CRASH = """
+import subprocess, sys, time
+import hetero
+time.sleep(100 * hetero.read_cluster().rank)
+for number in range(8):
+    subprocess.Popen(["sleep", str(number)], start_new_session=number < 2)
+sys.exit(1)
+"""
+
+
+def test_the_launcher_reaps_what_its_processes_leave(jobs: Jobs):
+    """As PID 1 it is the parent of a crashed server's workers, and of those that left the group."""
+    name = start(jobs, data_group=CRASH, dnn_group="import time\ntime.sleep(100)")
+    jobs.wait_for_log(name, "restart in 2 s")
+    launcher = Running(jobs, name).launcher("data_group", 0)
+    deadline = time.monotonic() + 10
+    while zombies := [p for p in launcher.children() if p.status() == psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, zombies
+        time.sleep(0.05)
+    boto3.client("sagemaker").stop_training_job(TrainingJobName=name)
+    jobs.wait(name)
 
 
 def test_a_service_beside_the_training_may_end_and_never_outlives_it(jobs: Jobs):
@@ -329,6 +399,43 @@ def test_a_rank_s_own_processes_live_until_it_has_ended(jobs: Jobs):
     assert jobs.log(name).count("worker ran: True") == 2
 
 
+GREET = """
+from concurrent import futures
+import grpc, hetero
+
+class Greeter(grpc.GenericRpcHandler):
+    def service(self, call):
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: b"hello")
+
+server = grpc.server(futures.ThreadPoolExecutor(1), [Greeter()], options=[("grpc.so_reuseport", 0)])
+server.add_insecure_port(hetero.read_cluster().server)
+server.start()
+server.wait_for_termination()
+"""
+ASK = """
+import os
+import grpc, hetero
+
+cluster = hetero.read_cluster()
+for name, other in [("no_grpc_proxy", "a.org"), ("no_proxy", "b.org"), ("NO_PROXY", "c.org")]:
+    for server in cluster.servers("data_group"):
+        with grpc.insecure_channel(server) as channel:
+            print(channel.unary_unary("/any/method")(b"", timeout=20, wait_for_ready=True).decode())
+    assert {"algo-1", "algo-4", other} <= {*os.environ[name].split(",")}, os.environ[name]
+    os.environ.pop("no_grpc_proxy", None)  # without which gRPC looks at no_proxy
+"""
+
+
+def test_hosts_reach_each_other_although_there_is_a_proxy(jobs: Jobs):
+    """One that knows nothing of them: here it is not even there."""
+    environment = {"HETERO_TOKEN": "secret", "http_proxy": "http://127.0.0.1:9"}
+    environment |= {"no_grpc_proxy": "a.org", "no_proxy": "b.org", "NO_PROXY": "c.org"}
+    files = {**RUNTIME, "launcher.py": LAUNCHER, "data_group.py": GREET, "dnn_group.py": ASK}
+    job = jobs.run(files, "exec python launcher.py", GROUPS, environment=environment)
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    assert jobs.log(job["TrainingJobName"]).count("hello") == 2 * 3 * 2
+
+
 # ---- several ranks on a host
 
 TWO_RANKS = LAUNCHER.replace("command))", "command), ranks=2)")
@@ -378,6 +485,27 @@ def test_ranks_find_each_other_as_under_torchrun(jobs: Jobs, tmp_path: Path):
     assert sorted(found.splitlines()) == ["0 0 0 4", "1 1 0 4", "2 0 1 4", "3 1 1 4"]
 
 
+PROGRESS = """
+import os, time
+for step in range(50):
+    print(f"\\rrank {os.environ['RANK']}, step {step}", end="", flush=True)
+    time.sleep(0.01)
+print("\\rlooks back", end="\\r", flush=True)
+time.sleep(100)
+"""
+
+
+def test_lines_that_end_in_a_carriage_return_are_neither_held_back_nor_mixed(jobs: Jobs):
+    """As tqdm's and Keras's progress bars print them."""
+    name = start(jobs, launcher=TWO_RANKS, data_group=SERVE, dnn_group=PROGRESS)
+    jobs.wait_for_log(name, "looks back", times=4)
+    boto3.client("sagemaker").stop_training_job(TrainingJobName=name)
+    jobs.wait(name)
+    expected = [f"rank {rank}, step {step}" for rank in range(4) for step in range(50)]
+    lines = [line for line in jobs.log(name) if "step" in line or "looks" in line]
+    assert sorted(lines) == sorted([*expected, *["looks back"] * 4])
+
+
 # Healthy ranks are cut off, and exit before the one that has failed: what torch prints, and when.
 FAILS_SLOWLY = """
 import os, sys, time
@@ -396,7 +524,12 @@ time.sleep(100)
     "seconds, failure, cut_off, reason",
     [
         (3, "raise ValueError('first')", 3, "rank 3 of .* with status 1: ValueError: first"),
-        (3, "os.kill(os.getpid(), 9)", 3, "rank 3 of dnn_group.py was killed by signal 9"),
+        (
+            3,
+            "print('ValueError: handled', flush=True); os.kill(os.getpid(), 9)",
+            3,
+            r"rank 3 of dnn_group.py was killed by signal 9\.",
+        ),
         (0, "raise ValueError('first')", 1, "rank 3 of .* with status 1: ValueError: first"),
         (
             100,

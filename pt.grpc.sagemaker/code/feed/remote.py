@@ -11,6 +11,8 @@ import io
 import multiprocessing
 import os
 import pickle
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +25,7 @@ from feed.epochs import Asked, asked_for
 from feed.fetch import Fetcher
 from feed.samples import Chunk, differ, prepare, undisturbed
 from feed.travel import Digest, dump, frames, generators_of, paths_beside_script
+from feed.wire import FRAME
 
 AS_IS = "RemoteDataset(collate_fn=...) needs DataLoader(dataset, batch_size=..., collate_fn=as_is)"
 
@@ -71,6 +74,7 @@ class RemoteDataset(Dataset):
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._source.to_reach(name), name, value)
+        self._source.is_changed = not get_worker_info()
 
     def __len__(self) -> int:
         return self._source.length()
@@ -114,12 +118,13 @@ class Source:
         """Forget what belongs to the process that this one was forked from."""
         if self.process != os.getpid():
             self.inherited = self.__dict__.get("fetcher")  # kept: its end would touch gRPC's state
-            self.process, self.fetcher, self.is_changed = os.getpid(), None, True
+            self.process, self.fetcher = os.getpid(), None
+            self.is_changed, self.was_reached = True, False
             self.dataset = self.given if self.is_made else None
             self.generators: list = []
             self.seen = self.batch = None  # the fetcher of the epoch, and what it asked for last
             self.epoch = self.place = -1
-            self.noticed: set[str] = set()
+            self.noticed, self.pickled_init_fn = set(), b""
             if get_worker_info() and (parent := multiprocessing.parent_process()):
                 # torch's own watch does not look while samples are waited for.
                 threading.Thread(target=end_with, args=(parent,), daemon=True).start()
@@ -131,7 +136,10 @@ class Source:
                 f"{name!r} cannot be reached: a callable makes the Dataset on the data hosts. "
                 "Give RemoteDataset the Dataset itself, or keep what you need of it elsewhere"
             )
-        self.is_changed = True  # perhaps
+        self.begin_process()
+        if self.hosts and get_worker_info() and not self.fetcher:  # from a worker_init_fn
+            self.connect(keep=True)  # which may change it
+        self.was_reached = True
         return self.given
 
     def length(self) -> int:
@@ -140,7 +148,7 @@ class Source:
             return len(self.given)
         if not self.hosts:
             return len(self.made())
-        self.connect(None)
+        self.connect()
         self.fetcher.wait_for_host()
         return self.described[1][0]
 
@@ -153,6 +161,7 @@ class Source:
     def get(self, indices: list, asked: Asked | None, is_batch: bool) -> Any:
         """Return the samples, or the batch if there is a collate_fn."""
         self.begin_process()
+        self.is_changed |= self.was_reached and not asked  # there is no epoch, so at any time
         seed, number = self.where(asked)
         is_ready = is_batch and asked and asked.fetcher.collate_fn is as_is
         if self.collate_fn and not is_ready:
@@ -161,7 +170,7 @@ class Source:
         if dist.is_available() and dist.is_initialized():
             ranks = dist.get_rank(), dist.get_world_size()
         known = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
-        chunk = Chunk(seed, number, self.place, indices, ranks, known)
+        chunk = Chunk(seed, number, self.place, indices, ranks, known, self.init_fn(asked))
         self.place += len(indices)
         if not self.hosts:
             dataset = self.made()
@@ -169,10 +178,18 @@ class Source:
                 self.generators, self.is_changed = generators_of(dataset), False
             with undisturbed(self.generators):
                 return prepare(dataset, self.generators, chunk, self.collate_fn)
-        self.connect(asked)
+        self.connect()
         is_divisible = not (self.collate_fn or hasattr(self.given, "__getitems__"))
         self.notice(is_batch, is_divisible, asked)
         return self.fetcher.fetch(chunk, is_divisible, asked.num_workers if asked else 1)
+
+    def init_fn(self, asked: Asked | None) -> bytes:
+        """Return the worker_init_fn, pickled; not with the Dataset, as ranks may have their own."""
+        if asked and asked.worker_init_fn and self.hosts and not self.pickled_init_fn:
+            file = io.BytesIO()
+            dump(file, asked.worker_init_fn)
+            self.pickled_init_fn = file.getvalue()
+        return self.pickled_init_fn
 
     def where(self, asked: Asked | None) -> tuple[tuple[int, ...], int]:
         """Return the seed and number of the batch that is asked for, and find the place there."""
@@ -189,17 +206,28 @@ class Source:
             self.batch, self.place = asked.batch, 0
         return (asked.seed, self.epoch), asked.batch + self.first_batch
 
-    def connect(self, asked: Asked | None) -> None:
-        """Have the data hosts get the Dataset, as it is now."""
+    def connect(self, keep: bool = False) -> None:
+        """Have the data hosts get the Dataset as it is now.
+
+        It is pickled twice, for its digest and to be uploaded, so that it is never all in memory,
+        or once, into a file, to `keep` it as it is.
+        """
         if self.fetcher and not self.is_changed:
             return
-        init_fn, digest = asked and asked.worker_init_fn, Digest()
+        digest = Digest()
+        file = tempfile.TemporaryFile() if keep else None  # noqa: SIM115
 
-        def write(file: Any) -> dict[str, str]:
-            pickle.dump(paths_beside_script(), file)  # first, as the rest may need them
-            return dump(file, (self.given, self.is_made, self.collate_fn, init_fn)).globals
+        def write(to: Any) -> dict[str, str]:
+            pickle.dump(paths_beside_script(), to)  # first, as the rest may need them
+            return dump(to, (self.given, self.is_made, self.collate_fn)).globals
 
-        taken_along = write(digest)
+        def write_kept(to: Any) -> None:
+            file.seek(0)
+            shutil.copyfileobj(file, to, FRAME)
+
+        taken_along = write(file or digest)
+        if file:
+            write_kept(digest)
         what = f"{type(self.given).__name__}, {digest.size / 1e6:.1f} MB"
         if taken_along:
             used = ", ".join(f"{name} in {where}" for name, where in taken_along.items())
@@ -207,8 +235,10 @@ class Source:
         if not self.fetcher:
             self.fetcher = Fetcher(self.hosts, self.token, self.timeout, self.check)
         self.described: tuple[str, Any] | None = None
-        self.fetcher.use(what, digest.sha256.digest(), lambda: frames(write))
-        self.is_changed = False
+        self.fetcher.use(
+            what, digest.sha256.digest(), lambda: frames(write_kept if keep else write)
+        )
+        self.is_changed = self.was_reached = False
 
     def check(self, address: str, about: tuple) -> None:
         """Raise ValueError if a host's Dataset is another one than that of the others."""

@@ -32,6 +32,12 @@ class Chunk(NamedTuple):
     indices: list  # whatever the sampler yields
     ranks: tuple[int, int] | None  # torch.distributed's rank and world size, if initialised
     environment: dict[str, str]  # RANK and WORLD_SIZE
+    init_fn: bytes  # the DataLoader's pickled worker_init_fn
+
+
+def chunk_of(indices: list) -> Chunk:
+    """Return a chunk that nobody has asked for."""
+    return Chunk((), 0, 0, indices, None, {}, b"")
 
 
 def prepare(
@@ -134,9 +140,7 @@ def summary(dataset: Any, generators: list) -> tuple[int | None, list]:
     if not hasattr(dataset, "__len__"):
         return None, []
     indices = [*range(0, len(dataset), max(1, len(dataset) // 3))]
-    leaves, structure = tree_flatten(
-        prepare(dataset, generators, Chunk((), 0, 0, indices, None, {}))
-    )
+    leaves, structure = tree_flatten(prepare(dataset, generators, chunk_of(indices)))
     facts: list = [str(structure)]
     for leaf in leaves:
         if isinstance(leaf, (torch.Tensor, np.ndarray)):

@@ -33,10 +33,11 @@ from feed.worker import Worker, fork, fork_for_each, hold, new_process
 MOST_CALLS = 2048  # at a time; each holds at most one reply
 ATTEMPTS = 3  # at a chunk, and at a worker's start, over which processes end
 BEAT_SECONDS = 5  # between two replies that say that something is waited for
-MOST_DATASETS, MOST_MEMORY = 8, 0.4  # that are kept; share of the memory, by their pickles' size
+MOST_DATASETS, MOST_MEMORY = 32, 0.4  # that are kept; share of the memory, by their pickles' size
 REFUSAL_SECONDS = 10  # between two lines about refused calls
 OPTIONS = [
     ("grpc.so_reuseport", 0),  # else a second server on this port would take some of the calls
+    ("grpc.max_receive_message_length", 64 << 20),  # a chunk's indices and worker_init_fn
     ("grpc.http2.max_ping_strikes", 0),  # let clients check on us as often as they like
     *wire.KEEPALIVE,
 ]

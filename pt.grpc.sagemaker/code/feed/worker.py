@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from feed.samples import Chunk, as_error, begin, prepare, stand_in_for_ranks, summary
+from feed.samples import as_error, begin, chunk_of, prepare, stand_in_for_ranks, summary
 from feed.travel import generators_of
 from feed.wire import ALIGNMENT, FRAME, RAISED, READY, encode, messages
 
@@ -49,6 +49,8 @@ def fork(work: Callable, *arguments: Any) -> int:
             work(*arguments)
     except SystemExit as error:
         print(error.code, flush=True)
+    except (EOFError, ConnectionError):  # who has asked for this process has ended
+        os._exit(1)
     except BaseException:
         traceback.print_exc()
     os._exit(1)
@@ -105,19 +107,16 @@ def serve_chunks(
     given: Any,
     is_made: bool,
     collate_fn: Callable | None,
-    init_fn: Callable | None,
 ) -> None:
     """Prepare one chunk after the other: what a worker process does."""
     connection = Connection(os.dup(pipe.fileno()))
     connection.send(os.getpid())
-    problem = b""
+    problem, init_fns = b"", {b""}
     try:
         dataset = given if is_made else given()
         if "cv2" in sys.modules:
             sys.modules["cv2"].setNumThreads(1)
-        begin(dataset, [], Chunk((), 0, 0, [], None, {}), 0, None)
-        if init_fn:
-            init_fn(0)
+        begin(dataset, [], chunk_of([]), 0, None)  # for get_worker_info()
         generators = generators_of((dataset, collate_fn))
     except BaseException:
         problem = as_error()
@@ -131,6 +130,9 @@ def serve_chunks(
             elif request:
                 chunk = pickle.loads(request)
                 set_ranks(chunk)
+                if chunk.init_fn not in init_fns:
+                    init_fns.add(chunk.init_fn)
+                    pickle.loads(chunk.init_fn)(0)
                 value, parts = encode(prepare(dataset, generators, chunk, collate_fn))
             else:
                 value, parts = encode(None if is_made else summary(dataset, generators))

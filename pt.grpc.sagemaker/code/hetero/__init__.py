@@ -11,7 +11,8 @@ Copy this folder to launcher.py, and read it in this order:
 topology.py   what a host is told: who is where, and the environment of the ranks
 job.py        the job on this host, from beginning to end: `run`
 host.py       a host's part: its ranks or data server, and what it reports
-process.py    a process: its output, and what it says last
+process.py    a process: its start, its output, its end
+reason.py     why a process has failed, by its output
 leader.py     what the leader decides by these reports
 messages.py   how launchers talk to each other
 """

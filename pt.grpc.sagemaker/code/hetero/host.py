@@ -1,6 +1,8 @@
 """A host's part of the job: it runs its ranks or data server, and reports to the leader."""
 
 import asyncio
+import contextlib
+import os
 import signal
 import time
 
@@ -16,7 +18,9 @@ from hetero.messages import (
 from hetero.process import Process
 from hetero.topology import Cluster, rank_environment
 
-RESTARTS, HEALTHY_SECONDS = 3, 60  # of a data server in a row; a longer run resets the count
+# Of a data server: restarts in a row, the run after which they are counted anew, and restarts in
+# the whole job: one that dies every few minutes may not go on for days.
+RESTARTS, HEALTHY_SECONDS, ALL_RESTARTS = 3, 60, 50
 STOP_SECONDS = 5  # from SIGTERM to SIGKILL for what still runs when the job has ended
 
 
@@ -53,6 +57,7 @@ class Host:
         """Do what the leader says; return whether the job is completed, and the reason."""
         loop, waiting = asyncio.get_running_loop(), [*range(self.ranks)]
         loop.add_signal_handler(signal.SIGTERM, lambda: self.say(sigterm=True))
+        loop.add_signal_handler(signal.SIGCHLD, self.reap)
         if server:
             self.tasks.append(loop.create_task(self.serve(server)))
         word = {"end": None, "exit": False, "refused": ""}
@@ -80,6 +85,14 @@ class Host:
         if self.writer:
             self.writer.close()
         return word["end"]
+
+    def reap(self) -> None:
+        """Take the status of each child that has ended: PID 1 has those that others left, too."""
+        with contextlib.suppress(ChildProcessError):  # it has no child
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                for process in self.processes:
+                    if process.popen.pid == ended[0]:
+                        process.popen.returncode = os.waitstatus_to_exitcode(ended[1])
 
     async def join(self) -> asyncio.StreamReader:
         """Connect with the leader, which may come up later than this host, and say hello."""
@@ -120,8 +133,8 @@ class Host:
 
     async def serve(self, command: list[str]) -> None:
         """Keep a data server running: start it again when it ends, but not too often."""
-        failures, how = 0, ""
-        while failures <= RESTARTS:
+        failures, in_all, how = 0, 0, ""
+        while failures <= RESTARTS and in_all <= ALL_RESTARTS:
             if failures:
                 pause = 2 ** (failures - 1)
                 print(f"hetero: {how}; restart in {pause} s", flush=True)
@@ -132,7 +145,8 @@ class Host:
             self.processes.remove(server)
             how, _ = server.describe_end()
             failures = 1 if time.monotonic() - began > HEALTHY_SECONDS else failures + 1
-        reason = f"On {self.here}, {how}, {failures} times."
+            in_all += 1
+        reason = f"On {self.here}, {how}, {in_all} times."
         print(f"hetero: {reason} It is left alone.", flush=True)
         self.say(server=[time.time(), reason])
         if self.is_needed:

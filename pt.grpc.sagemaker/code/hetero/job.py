@@ -2,13 +2,14 @@
 
 import asyncio
 import atexit
+import os
 import sys
 from collections.abc import Collection
 
 from hetero.host import Host
 from hetero.leader import Leader
 from hetero.messages import LONGEST_LINE, TOKEN
-from hetero.topology import BASE_DIR, Cluster
+from hetero.topology import BASE_DIR, Cluster, proxy_exceptions
 
 
 def run(
@@ -39,6 +40,7 @@ def run(
         fail(f"launcher.py has commands for {known}, but none for {unknown} among {groups}.")
     if not TOKEN and sum(map(len, cluster.groups.values())) > 1:
         fail("The job has no token: put HETERO_TOKEN, a random text, into the job's environment.")
+    os.environ.update(proxy_exceptions(cluster))  # for all that this host starts
     trains, leader_host = cluster.group == training_group, cluster.groups[training_group][0]
     command = commands[cluster.group]
     server = beside if trains else command

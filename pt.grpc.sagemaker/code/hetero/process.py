@@ -1,28 +1,23 @@
-"""A rank or data server: its start, its output, what it says last, and its end."""
+"""A rank or data server: its start, its output, and its end."""
 
 import asyncio
+import collections
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 
+from hetero.reason import reason
+
 TICK_SECONDS = 0.05
-# What Python, argparse or C++ says last; torchrun's own ChildFailedError comes after that.
-ERROR = re.compile(
-    r"(?:\[rank\d+\]: *)?"
-    r"((?!\S*ChildFailed)[\w.]*(?:Error|Exception)\b.*|\S+\.py: error: .*| +what\(\): .*)"
-)
-# How torch, Horovod and TensorFlow say that another rank is gone, or does not answer.
-CUT_OFF = re.compile(
-    r"(RuntimeError|[\w.]*Dist\w*Error|what\(\)):.*"
-    r"(connection|peer|broken pipe|timed? ?out|timeout|watchdog|remote process|shut ?down)"
-    r"|[\w.]*(HorovodInternal|errors_impl\.(Unknown|Aborted|Unavailable))Error",
-    re.IGNORECASE,
-)
+PIPE_BYTES = 1 << 20  # as many as a pipe can hold
+LINE_END = re.compile(rb"\r+\n?|\n")  # a line of a progress bar ends with \r
+REMEMBERED = 1000  # lines of output, in which a failure's reason is looked for
 
 
 class Process:
@@ -33,7 +28,7 @@ class Process:
         scripts = [word for before, word in named if before == "-m" or word.endswith(".py")]
         script = [command[0], *scripts][-1]
         self.name = f"{name} of {script}" if name else script
-        self.last_error = ""  # set in the thread below alone, and read when that has ended
+        self.output: collections.deque[bytes] = collections.deque(maxlen=REMEMBERED)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         # Sets and dicts in the same order in all processes, so that what they pickle is the same.
         environment = {"PYTHONHASHSEED": "0", **os.environ, **environment}
@@ -42,25 +37,38 @@ class Process:
         self.reader.start()
 
     def _pass_output_on(self) -> None:
-        while line := self.popen.stdout.readline(1 << 16):  # whole, as others print there too
-            sys.stdout.buffer.write(line)
+        """Print its lines whole, as others print there too, until all it had to say is printed."""
+        pipe, rest, is_over = self.popen.stdout.fileno(), b"", False
+        readable = select.poll()
+        readable.register(pipe, select.POLLIN)
+        while not is_over:
+            # Others may hold the pipe open when it has ended, but one read has all that it wrote.
+            is_over = self.popen.returncode is not None
+            if readable.poll(1000 * TICK_SECONDS):
+                data = os.read(pipe, PIPE_BYTES)
+                rest, is_over = rest + data, is_over or not data
+            *lines, rest = LINE_END.split(rest)
+            if rest and (is_over or len(rest) > 1 << 16):
+                lines, rest = [*lines, rest], b""
+            sys.stdout.buffer.write(b"".join(line + b"\n" for line in lines))
             sys.stdout.flush()
-            if error := ERROR.match(line.decode("utf-8", "replace")):
-                self.last_error = error[1].strip()[:500].rstrip(" .")
+            self.output += [line[:500] for line in lines]
 
     async def ended(self, seconds: float = 1e9) -> None:
         """Wait for its end, up to `seconds`, then kill its process group, itself included."""
         deadline = time.monotonic() + seconds
-        while self.popen.poll() is None and time.monotonic() < deadline:
+        while self.popen.returncode is None and time.monotonic() < deadline:
             await asyncio.sleep(TICK_SECONDS)
         with contextlib.suppress(ProcessLookupError):  # nobody is left
             os.killpg(self.popen.pid, signal.SIGKILL)
-        self.reader.join(timeout=1)  # no longer, as what has left the session may hold it open
+        while self.reader.is_alive() and time.monotonic() < deadline + 1:
+            await asyncio.sleep(TICK_SECONDS)
 
     def describe_end(self) -> tuple[str, bool]:
-        """How it ended, with its last error; and whether it was cut off from another rank."""
-        status = self.popen.returncode
-        is_error = status > 0 or status == -signal.SIGABRT  # by which C++ ends a process
-        error = f": {self.last_error}" if is_error and self.last_error else ""
+        """How it ended, and why; and whether it was cut off from another rank."""
+        status, why, was_cut_off = self.popen.returncode, "", False
+        if status > 0 or status == -signal.SIGABRT:  # by which C++ ends a process
+            lines = [*self.output]  # a copy, as the thread may go on
+            why, was_cut_off = reason(line.decode("utf-8", "replace") for line in lines)
         how = f"exited with status {status}" if status >= 0 else f"was killed by signal {-status}"
-        return f"{self.name} {how}{error}", is_error and bool(CUT_OFF.match(self.last_error))
+        return f"{self.name} {how}{why}", was_cut_off

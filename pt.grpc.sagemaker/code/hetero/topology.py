@@ -88,3 +88,14 @@ def rank_environment(cluster: Cluster, local_rank: int, ranks: int) -> dict[str,
     if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         values["OMP_NUM_THREADS"] = max(1, len(os.sched_getaffinity(0)) // ranks)
     return {name: str(value) for name, value in values.items()}
+
+
+def proxy_exceptions(cluster: Cluster) -> dict[str, str]:
+    """What keeps libraries from asking a proxy for the job's hosts, as gRPC would for algo-2."""
+    hosts = [*sum(cluster.groups.values(), []), *cluster.addresses.values()]
+    names, values = ("no_proxy", "NO_PROXY", "no_grpc_proxy"), {}
+    for name, other in zip(names, ("NO_PROXY", "no_proxy", "no_proxy"), strict=True):
+        value = os.environ.get(name, os.environ.get(other, ""))
+        if value != "*" or name == "no_grpc_proxy":  # "*" must stand alone; gRPC does not know it
+            values[name] = ",".join([*hosts, value]).rstrip(",")
+    return values

@@ -1,0 +1,92 @@
+"""What .ci/run does about tests that fail, tried on a project of three toy tests."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pages import ROOT
+
+# Each counts its own runs, and fails in some of them.
+TEST = """
+from pathlib import Path
+import pytest
+
+@pytest.mark.parametrize("number", range({count}))
+def test_toy(number):
+    counter = Path(f"runs-of-{name}-{{number}}")
+    with counter.open("a") as file:
+        file.write(".")
+    assert len(counter.read_text()) not in {fails_in}
+"""
+ENDINGS = """
+import sys
+from pathlib import Path
+
+with Path("endings").open("a") as file:
+    print(*sys.argv[1:], sep=",", file=file)
+if sys.argv[1] == "1":
+    Path("build/failed-endings.txt").write_text("a rank hangs\\n")
+    sys.exit("a rank hangs: it does not")
+Path("build/failed-endings.txt").write_text("")
+"""
+MAKEFILE = """
+test:
+	@.venv/bin/python -m pytest -n 1
+thorough:
+	@.venv/bin/python tests/endings.py 1
+containers:
+	@echo containers
+"""
+COPIED = "tests/pt.grpc.sagemaker/test_feed.py"
+OTHER = "tests/shared/test_costs.py"
+
+
+def run_ci(folder: Path, fails_in: dict[str, tuple], count: int = 1) -> subprocess.CompletedProcess:
+    """Run .ci/run in a project whose test files fail in these of their runs."""
+    shutil.copytree(ROOT / ".ci", folder / ".ci")
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "Makefile").write_text(MAKEFILE)
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:nbval\n")  # it takes a second
+    for name, numbers in fails_in.items():
+        (folder / name).parent.mkdir(parents=True)
+        text = TEST.format(name=Path(name).stem, fails_in=numbers, count=count)
+        (folder / name).write_text(text)
+    (folder / "tests" / "endings.py").write_text(ENDINGS)
+    return subprocess.run(
+        [folder / ".ci" / "run"],
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def runs(folder: Path, name: str) -> int:
+    """How often a file's first test has run."""
+    return len((folder / f"runs-of-{Path(name).stem}-0").read_text())
+
+
+def test_what_fails_once_is_run_again_and_named_last(tmp_path: Path):
+    ended = run_ci(tmp_path, {COPIED: (1,), OTHER: (1, 3)})
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (runs(tmp_path, COPIED), runs(tmp_path, OTHER)) == (1 + 5, 1 + 1)
+    assert (tmp_path / "endings").read_text() == "1\n5,a rank hangs\n"
+    last = ended.stdout.splitlines()[-5:]
+    assert last[:2] == ["containers", "Failed beside other tests, and run again alone: 3"]
+    assert sorted(last[2:]) == ["a rank hangs", *(f"{n}::test_toy[0]" for n in (COPIED, OTHER))]
+
+
+def test_one_failure_in_five_runs_alone_is_enough_for_what_people_copy(tmp_path: Path):
+    ended = run_ci(tmp_path, {COPIED: (1, 4)})
+    assert ended.returncode != 0
+    assert runs(tmp_path, COPIED) == 4
+    assert ended.stdout.splitlines()[-1] == f"{COPIED}::test_toy[0]"
+
+
+def test_many_failures_are_no_chance(tmp_path: Path):
+    ended = run_ci(tmp_path, {OTHER: (1,)}, count=11)
+    assert ended.returncode != 0
+    assert runs(tmp_path, OTHER) == 1
+    assert "11 tests failed, too many for chance" in ended.stderr
