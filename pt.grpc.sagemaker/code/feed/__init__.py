@@ -13,6 +13,18 @@ worker.py   its processes
 spare.py    the cores of a training host on which one more data server runs
 """
 
-from feed.remote import RemoteDataset, as_is
+from typing import Any
 
 __all__ = ["RemoteDataset", "as_is"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import remote.py, and with it torch, for its names alone.
+
+    A launcher needs spare.py only, and server.py has something to do before torch is imported.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module 'feed' has no attribute {name!r}")
+    from feed import remote
+
+    return getattr(remote, name)
