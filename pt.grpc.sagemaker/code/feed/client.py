@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from feed.batches import NOT_BATCHED, BatchKeys
-from feed.epoch import MAX_THREADS, Epoch, Host
+from feed.epoch import Epoch, Host, share_calls
 from feed.wire import SERVICE, messages
 
 FINAL = {  # errors that the next call would get, too
@@ -46,9 +46,7 @@ class RemoteDataset(Dataset):
     def __init__(self, hosts: Sequence[str], token: str, timeout: float = 60.0):
         if isinstance(hosts, str) or not hosts:
             raise ValueError(f'hosts must be a list such as ["algo-1:7712"], but is {hosts!r}')
-        addresses = dict.fromkeys(hosts)
-        most = max(1, MAX_THREADS // len(addresses))
-        self.hosts = [Host(address, most) for address in addresses]
+        self.hosts = [Host(address) for address in dict.fromkeys(hosts)]
         self.metadata, self.timeout = [("authorization", f"Bearer {token}")], timeout
         self.description = messages.DatasetDescription()
         self.interval = 0.0  # seconds between two batches that the training takes
@@ -62,6 +60,7 @@ class RemoteDataset(Dataset):
                 try:
                     self.description = call.result()
                     host.workers = self.description.workers
+                    share_calls(self.hosts)
                 except grpc.RpcError as error:
                     if final := self.leave(host, error):
                         raise final from None

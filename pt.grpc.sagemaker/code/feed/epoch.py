@@ -36,27 +36,36 @@ class Host:
     """A data host, and what is known of it."""
 
     address: str
-    most: int = MAX_THREADS  # calls that a rank has open here, whatever the number of workers
     workers: int = 0  # not known before it has answered
+    most: int = MAX_THREADS  # calls that this rank may have open here: see `share_calls`
     is_up: bool = False  # it has answered, and not failed since
     failure: str = ""  # what went wrong first since its last batch
     failing_since: float = field(default_factory=time.monotonic)  # when; inf: it is well
     latency: float = 0.0  # seconds from asking for a batch until it was ready, lately
 
-    def calls(self) -> int:
-        """How many batches this rank asks for at a time: its share of the workers, and some.
-
-        Before the host has answered: as many as these may turn out to be.
-        """
+    def enough(self) -> int:
+        """How many calls keep this rank's share of the workers busy; not known yet: the most."""
         if not self.workers:
-            return self.most
+            return MAX_THREADS
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if self.address.startswith("unix"):  # a server on this host, for its own ranks
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return min(math.ceil(self.workers / ranks) + CALLS_BESIDE, self.most)
+        return math.ceil(self.workers / ranks) + CALLS_BESIDE
+
+    def calls(self) -> int:
+        """How many batches this rank asks for at a time, once the host has answered."""
+        return min(self.enough(), self.most)
 
     def connect(self) -> grpc.Channel:
         return grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
+
+
+def share_calls(hosts: list[Host]) -> None:
+    """Share MAX_THREADS calls out equally; what a host of few workers leaves is for the others."""
+    left = MAX_THREADS
+    for place, host in enumerate(sorted(hosts, key=Host.enough)):
+        host.most = max(1, left // (len(hosts) - place))
+        left -= host.calls()
 
 
 @dataclass
@@ -178,6 +187,8 @@ class Epoch:
             try:
                 if not host.is_up:
                     host.workers = self.dataset.ask(channel).result().workers
+                    with self.changed:
+                        share_calls(self.dataset.hosts)
                     host.is_up = True
                 calls = host.calls()
                 if is_last and number + 1 < calls:
