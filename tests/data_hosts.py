@@ -133,6 +133,7 @@ class Paced(Dataset):
     def __getitem__(self, index: int) -> tuple[int, int]:
         pace = int(os.environ["PACE"])
         time.sleep(pace / 1000)
+        print("prepared", flush=True)
         return index, pace
 
 

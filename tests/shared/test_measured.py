@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_advisor import refusal, run
 
-from data_hosts import service, up
+from data_hosts import free_port, service, up
 from feed import epoch
 from jobs import ROOT
 from shared import measured as module
@@ -199,9 +199,14 @@ def test_accelerators_are_waited_for_at_the_ends_of_stretches_only(monkeypatch):
 
 
 def test_knows_what_a_loader_of_data_hosts_holds(start):
-    """What a rank may hold, and a batch for each call that it may have open."""
-    loader = service(up(start("zoo", num_workers=3)), [[0]] * 100, read_ahead=4)
-    assert measured(loader).buffer == 4 + 3 + epoch.CALLS_BESIDE
+    """What a rank may hold, and a batch for each call that it may have open.
+
+    A host that has not answered yet may have many workers.
+    """
+    hosts, keys = up(start("zoo", num_workers=3)), [[0]] * 100
+    away = SimpleNamespace(address=f"127.0.0.1:{free_port()}")
+    assert measured(service(hosts, keys, read_ahead=4)).buffer == 4 + 3 + epoch.CALLS_BESIDE
+    assert measured(service([*hosts, away], keys, read_ahead=4)).buffer == 4 + epoch.MAX_THREADS
 
 
 def test_says_what_is_missing(capsys):

@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from feed.batches import NOT_BATCHED, BatchKeys
-from feed.epoch import Epoch, Host
+from feed.epoch import Epoch, Host, share_calls
 from feed.wire import SERVICE, messages
 
 FINAL = {  # errors that the next call would get, too
@@ -59,8 +59,8 @@ class RemoteDataset(Dataset):
                 host, call = answers.get()
                 try:
                     self.description = call.result()
-                    for host in self.hosts:
-                        host.workers = self.description.workers  # until it says so itself
+                    host.workers = self.description.workers
+                    share_calls(self.hosts)
                 except grpc.RpcError as error:
                     if final := self.leave(host, error):
                         raise final from None

@@ -1,9 +1,10 @@
 """How the batches of an epoch are fetched: which host is asked for which, and when.
 
 For each call that may be open there is a thread, which asks its host for the most urgent batch,
-again and again. When a host fails, its batches are asked of others. When the training waits for a
-batch that is overdue (a worker hangs, a host is busy), another host is asked for it, too: either
-answer will do. A slower host is asked for what is needed later, so that it comes in time.
+again and again. It is one until the host has said how many workers it has. When a host fails, its
+batches are asked of others. When the training waits for a batch that is overdue (a worker hangs, a
+host is busy), another host is asked for it, too: either answer will do. A slower host is asked for
+what is needed later, so that it comes in time.
 """
 
 import math
@@ -35,21 +36,36 @@ class Host:
     """A data host, and what is known of it."""
 
     address: str
-    workers: int = 0
+    workers: int = 0  # not known before it has answered
+    most: int = MAX_THREADS  # calls that this rank may have open here: see `share_calls`
     is_up: bool = False  # it has answered, and not failed since
     failure: str = ""  # what went wrong first since its last batch
     failing_since: float = field(default_factory=time.monotonic)  # when; inf: it is well
     latency: float = 0.0  # seconds from asking for a batch until it was ready, lately
 
-    def calls(self) -> int:
-        """How many batches this rank asks for at a time: its share of the workers, and some."""
+    def enough(self) -> int:
+        """How many calls keep this rank's share of the workers busy; not known yet: the most."""
+        if not self.workers:
+            return MAX_THREADS
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if self.address.startswith("unix"):  # a server on this host, for its own ranks
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return math.ceil(self.workers / ranks) + CALLS_BESIDE
 
+    def calls(self) -> int:
+        """How many batches this rank asks for at a time, once the host has answered."""
+        return min(self.enough(), self.most)
+
     def connect(self) -> grpc.Channel:
         return grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
+
+
+def share_calls(hosts: list[Host]) -> None:
+    """Share MAX_THREADS calls out equally; what a host of few workers leaves is for the others."""
+    left = MAX_THREADS
+    for place, host in enumerate(sorted(hosts, key=Host.enough)):
+        host.most = max(1, left // (len(hosts) - place))
+        left -= host.calls()
 
 
 @dataclass
@@ -75,13 +91,17 @@ class Epoch:
         self.changed = threading.Condition(lock)  # for the fetching threads
         self.came = threading.Condition(lock)  # for the training
         self.channels = [host.connect() for host in dataset.hosts]
-        self.threads = [
-            threading.Thread(target=self.fetch_all, args=(host, channel, number), daemon=True)
-            for host, channel in zip(dataset.hosts, self.channels, strict=True)
-            for number in range(min(host.calls(), max(1, MAX_THREADS // len(dataset.hosts))))
-        ]
-        for thread in self.threads:
-            thread.start()
+        self.threads: list[threading.Thread] = []
+        for host, channel in zip(dataset.hosts, self.channels, strict=True):
+            self.start_thread(host, channel, number=0)
+
+    def start_thread(self, host: Host, channel: grpc.Channel, number: int) -> None:
+        """Start a thread that fetches from a host, which has `number` of them already."""
+        thread = threading.Thread(target=self.fetch_all, args=(host, channel, number), daemon=True)
+        with self.changed:
+            if not self.closing.is_set():
+                thread.start()
+                self.threads.append(thread)
 
     def close(self) -> None:
         """End all calls and threads."""
@@ -100,9 +120,10 @@ class Epoch:
             self.changed.notify_all()
 
     def wants_enough(self) -> bool:
-        """Return whether all threads have something to do, those of the slowest host too."""
-        ahead = max(self.ahead(host) for host in self.dataset.hosts)
-        return len(self.tasks) >= self.read_ahead + len(self.threads) + ahead
+        """Return whether all calls have something to do, those of the slowest host too."""
+        hosts = self.dataset.hosts
+        calls, ahead = sum(host.calls() for host in hosts), max(map(self.ahead, hosts))
+        return len(self.tasks) >= self.read_ahead + calls + ahead
 
     def take(self) -> Any:
         """Wait for the next batch and return it, or raise what has come in its place."""
@@ -161,15 +182,21 @@ class Epoch:
     def fetch_all(self, host: Host, channel: grpc.Channel, number: int) -> None:
         """In a thread: fetch batch after batch; if the host fails, wait until it answers."""
         ask = channel.unary_stream(f"/{SERVICE}/Batch", messages.BatchRequest.SerializeToString)
+        is_last = True  # of this host's threads: each starts the next one
         while not self.closing.is_set():
             try:
                 if not host.is_up:
                     host.workers = self.dataset.ask(channel).result().workers
+                    with self.changed:
+                        share_calls(self.dataset.hosts)
                     host.is_up = True
-                if number >= host.calls():  # it has fewer workers than the host asked first
-                    return
+                calls = host.calls()
+                if is_last and number + 1 < calls:
+                    self.start_thread(host, channel, number + 1)
+                    is_last = False
                 with self.changed:
-                    task = self.pop(host)
+                    # A host that was started again may have fewer workers than before.
+                    task = self.pop(host) if number < calls else None
                     if not task and not self.closing.is_set():
                         self.changed.wait()
                 if task:
