@@ -106,7 +106,7 @@ class Source:
     def __getstate__(self) -> dict:
         """Travel to a process that is spawned: there, the script's classes are of no `__main__`."""
         file = io.BytesIO()
-        dump(file, (self.given, self.collate_fn))
+        dump(file, dataset=self.given, collate_fn=self.collate_fn)
         own = "is_made", "hosts", "token", "timeout", "first_batch"
         return {name: getattr(self, name) for name in own} | {"pickled": file.getvalue()}
 
@@ -187,7 +187,7 @@ class Source:
         """Return the worker_init_fn, pickled; not with the Dataset, as ranks may have their own."""
         if asked and asked.worker_init_fn and self.hosts and not self.pickled_init_fn:
             file = io.BytesIO()
-            dump(file, asked.worker_init_fn)
+            dump(file, worker_init_fn=asked.worker_init_fn)
             self.pickled_init_fn = file.getvalue()
         return self.pickled_init_fn
 
@@ -219,7 +219,8 @@ class Source:
 
         def write(to: Any) -> dict[str, str]:
             pickle.dump(paths_beside_script(), to)  # first, as the rest may need them
-            return dump(to, (self.given, self.is_made, self.collate_fn)).globals
+            parts = {"dataset": self.given, "is_made": self.is_made, "collate_fn": self.collate_fn}
+            return dump(to, **parts).globals
 
         def write_kept(to: Any) -> None:
             file.seek(0)

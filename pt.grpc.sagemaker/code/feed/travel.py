@@ -109,26 +109,33 @@ class Digest:
         return size
 
 
-def dump(file: Any, value: Any) -> DatasetPickler:
-    """Pickle what makes a Dataset; raise TypeError that names what cannot be pickled."""
+def dump(file: Any, **parts: Any) -> DatasetPickler:
+    """Pickle a tuple of these parts; raise TypeError that names what cannot be pickled."""
     main = sys.modules.get("__mp_main__")  # the training script in a process that was spawned
     if main and main.__name__ not in cloudpickle.list_registry_pickle_by_value():
         cloudpickle.register_pickle_by_value(main)
     pickler = DatasetPickler(file)
     try:
-        pickler.dump(value)
+        pickler.dump((*parts.values(),))
     except OSError:  # of the file
         raise
     except Exception as error:
+        paths = (name + path for name, part in parts.items() if (path := culprit(part)) is not None)
         raise TypeError(
-            f"{type(value).__name__}{culprit(value)} cannot travel to the data hosts ({error}): "
-            "open it when it is first used, or give RemoteDataset a callable that makes the Dataset"
+            f"{next(paths, 'dataset')} cannot travel to the data hosts ({error}): open it when it "
+            "is first used, or give RemoteDataset a callable that makes the Dataset"
         ) from error
     return pickler
 
 
-def culprit(value: Any, depth: int = 8) -> str:
-    """Return the path, such as .transform.file, to the innermost part that cannot be pickled."""
+def culprit(value: Any, depth: int = 8) -> str | None:
+    """Return the path, such as .transform.file, to the innermost part that cannot be pickled.
+
+    None: all can.
+    """
+    with contextlib.suppress(Exception):
+        DatasetPickler(Digest()).dump(value)
+        return None
     parts: dict[str, Any] = {}
     if isinstance(value, dict):
         parts = {f"[{key!r}]": part for key, part in value.items()}
@@ -139,13 +146,11 @@ def culprit(value: Any, depth: int = 8) -> str:
         free = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
         parts = {f" -> {name}": part for name, part in used.items()}
         parts |= {f" -> {name}": cell.cell_contents for name, cell in free}
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, np.ndarray)):
         parts = {f".{name}": part for name, part in vars(value).items()}
-    for path, part in parts.items():
-        try:
-            DatasetPickler(Digest()).dump(part)
-        except Exception:
-            return path + (culprit(part, depth - 1) if depth else "")
+    for path, part in parts.items() if depth else ():
+        if (rest := culprit(part, depth - 1)) is not None:
+            return path + rest
     return ""
 
 

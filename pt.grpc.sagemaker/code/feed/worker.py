@@ -132,7 +132,8 @@ def serve_chunks(
                 set_ranks(chunk)
                 if chunk.init_fn not in init_fns:
                     init_fns.add(chunk.init_fn)
-                    pickle.loads(chunk.init_fn)(0)
+                    [init_fn] = pickle.loads(chunk.init_fn)
+                    init_fn(0)
                 value, parts = encode(prepare(dataset, generators, chunk, collate_fn))
             else:
                 value, parts = encode(None if is_made else summary(dataset, generators))
