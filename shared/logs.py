@@ -24,11 +24,11 @@ A job that runs, or that ended longer ago, is not waited for.
 
 import re
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from html import escape
 from itertools import zip_longest
+from operator import methodcaller
 from statistics import median
 from typing import Any
 
@@ -36,7 +36,7 @@ import boto3
 import pandas as pd
 from IPython.display import display
 
-from shared.jobs import describe, instances_of
+from shared.jobs import ask, describe, instances_of
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 WIDTH = 96  # letters of a line, as many as JupyterLab has room for in a window of 1200 pixels
@@ -82,8 +82,9 @@ def logs(job_name: str, session: boto3.Session | None = None) -> list[LogLine]:
 
     Raises:
         ValueError: the job has no log (yet).
+        PermissionError, ClientError, BotoCoreError: as `jobs.ask` raises them.
     """
-    lines = _lines(_complete_streams(job_name, session or boto3))
+    lines = _read_to_the_end(GrowingLog(job_name, session))
     if not lines:
         raise ValueError(
             f"There is no log of training job {job_name!r}: check the name and the region, "
@@ -92,9 +93,54 @@ def logs(job_name: str, session: boto3.Session | None = None) -> list[LogLine]:
     return lines
 
 
-def logs_so_far(job_name: str, session: boto3.Session | None = None) -> list[LogLine]:
-    """Read what there is of a job's log, as `logs` does, but wait for nothing: it may be empty."""
-    return _lines(_streams((session or boto3).client("logs"), job_name))
+@dataclass
+class GrowingLog:
+    """A job's log for those who look more than once: each `look` reads only what is new.
+
+    Attributes:
+        job_name: Name of the training job.
+        session: boto3 session to use instead of the default one.
+        streams: CloudWatch's events that have been read, by log stream.
+        tokens: Where to go on reading, by log stream; CloudWatch forgets them after 24 hours.
+    """
+
+    job_name: str
+    session: boto3.Session | None = None
+    streams: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=dict)
+
+    def look(self) -> list[LogLine]:
+        """Read what there is by now, and wait for nothing; return all lines, in order of time."""
+        for stream in ask("logs", self._names, self.session):
+            while self._read_page(stream):
+                pass
+        return _lines(self.streams)
+
+    def _names(self, client: Any) -> list[str]:
+        """List the job's log streams."""
+        pages = client.get_paginator("describe_log_streams").paginate(
+            logGroupName=LOG_GROUP, logStreamNamePrefix=f"{self.job_name}/"
+        )
+        try:
+            return [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
+        except client.exceptions.ResourceNotFoundException:
+            return []  # the log group appears with the account's first training job
+
+    def _read_page(self, stream: str) -> bool:
+        """Read on in a stream, oldest events first; return whether there may be more.
+
+        Not with FilterLogEvents, which AmazonSageMakerFullAccess does not allow. A page may be
+        empty: only a token that comes back says that there is no more (API reference of
+        GetLogEvents).
+        """
+        arguments = {"logGroupName": LOG_GROUP, "logStreamName": stream, "startFromHead": True}
+        before = self.tokens.get(stream)
+        if before:
+            arguments["nextToken"] = before
+        page = ask("logs", methodcaller("get_log_events", **arguments), self.session)
+        self.streams.setdefault(stream, []).extend(page["events"])
+        self.tokens[stream] = page["nextForwardToken"]
+        return page["nextForwardToken"] != before
 
 
 def hosts_of(lines: list[LogLine]) -> list[tuple[str, str]]:
@@ -114,21 +160,20 @@ def _lines(streams: dict[str, list[dict[str, Any]]]) -> list[LogLine]:
     return sorted(lines, key=lambda line: line.time)  # stable: a host's lines keep their order
 
 
-def _complete_streams(job_name: str, session: Any) -> dict[str, list[dict[str, Any]]]:
-    """Read a job's log events by stream, again while some are still on their way."""
-    client = session.client("logs")
+def _read_to_the_end(log: GrowingLog) -> list[LogLine]:
+    """Read a job's log, and look again while some lines are still on their way."""
     try:
-        job = describe(job_name, session)
-    except ValueError:
-        return _streams(client, job_name)  # not known, or not to us: take what is there
+        job = describe(log.job_name, log.session)
+    except (ValueError, PermissionError):
+        return log.look()  # not known, or not to us: take what is there
     hosts, asked = _hosts_to_wait_for(job), time.monotonic()
     over = since_end = _seconds_since_end(job)
-    streams = _streams(client, job_name)
-    while hosts and (to_wait := _complete_after(streams, hosts) - over) > 0:
+    lines = log.look()
+    while hosts and (to_wait := _complete_after(log.streams, hosts) - over) > 0:
         time.sleep(min(to_wait, LOOK_EVERY_SECONDS))
         over = since_end + time.monotonic() - asked
-        streams = _streams(client, job_name)
-    return streams
+        lines = log.look()
+    return lines
 
 
 def _hosts_to_wait_for(job: dict[str, Any]) -> int:
@@ -155,33 +200,6 @@ def _complete_after(streams: dict[str, list[dict[str, Any]]], hosts: int) -> flo
         return 0
     longest = max(e["ingestionTime"] - e["timestamp"] for events in last.values() for e in events)
     return min(max(QUIET_SECONDS, 2 * longest / 1000), LATEST_SECONDS)
-
-
-def _streams(client: Any, job_name: str) -> dict[str, list[dict[str, Any]]]:
-    """Read the events that CloudWatch has of a job, by log stream."""
-    pages = client.get_paginator("describe_log_streams").paginate(
-        logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_name}/"
-    )
-    try:
-        names = [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
-    except client.exceptions.ResourceNotFoundException:
-        return {}  # the log group appears with the account's first training job
-    return {name: list(_events(client, name)) for name in names}
-
-
-def _events(client: Any, stream: str) -> Iterator[dict[str, Any]]:
-    """Yield a stream's events, oldest first.
-
-    Not with FilterLogEvents, which AmazonSageMakerFullAccess does not allow. A page may be empty:
-    only a token that comes back says that there is no more (API reference of GetLogEvents).
-    """
-    arguments = {"logGroupName": LOG_GROUP, "logStreamName": stream, "startFromHead": True}
-    while True:
-        page = client.get_log_events(**arguments)
-        yield from page["events"]
-        if page["nextForwardToken"] == arguments.get("nextToken"):
-            return
-        arguments["nextToken"] = page["nextForwardToken"]
 
 
 def _host(stream: str) -> str:

@@ -67,6 +67,8 @@ def wait(
     Raises:
         RuntimeError: the job failed; says why.
         ValueError: there is no such job.
+        PermissionError, ClientError, BotoCoreError: AWS cannot be asked; for a reason that can
+            pass it is asked again for minutes before.
     """
     start, printed = time.monotonic(), 0
     while True:
@@ -274,7 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
                 show_logs(chosen.job, chosen.group, chosen.host, last=None)
             else:
                 _report(chosen.job, chosen.figure)
-    except (ValueError, BotoCoreError, ClientError) as error:
+    except (ValueError, OSError, BotoCoreError, ClientError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
 

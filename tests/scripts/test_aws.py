@@ -23,6 +23,7 @@ import nbformat
 import pytest
 from moto.core.exceptions import JsonRESTError
 from moto.core.responses import ActionResult
+from moto.sagemaker.responses import SageMakerResponse
 from moto.server import ThreadedMotoServer
 from moto.servicequotas.responses import ServiceQuotasResponse
 
@@ -277,6 +278,23 @@ def test_a_job_that_fails_ends_the_run(repository: Repository):
     assert "Ended early" in page and "| aws-bad | Failed |" in page and "| aws-other | Stop" in page
     assert "no <ARN> s3://<bucket>/x <URL>" in page
     assert_private(page)
+
+
+def test_a_blip_stops_no_job(repository: Repository):
+    """AWS throttles, the login expires: the run goes on when that has passed."""
+    errors = [("ThrottlingException", "Rate exceeded"), ("ExpiredTokenException", "is expired")]
+    describe = SageMakerResponse.describe_training_job
+
+    def answer(response: SageMakerResponse) -> ActionResult:
+        if errors:
+            raise JsonRESTError(*errors.pop(0))
+        return describe(response)
+
+    repository.notebook(HELLO, job("aws-blip", STEPS), wait("aws-blip"))
+    with mock.patch.object(SageMakerResponse, "describe_training_job", answer):
+        status, output = repository.run("--yes")
+    assert not errors and status == 0 and "Stopped" not in output, output
+    assert "| aws-blip | Completed |" in repository.page()
 
 
 def test_ctrl_c_stops_also_what_is_started_meanwhile(repository: Repository):
