@@ -22,12 +22,15 @@ so soon waits until all is there, which is so when
 A job that runs, or that ended longer ago, is not waited for.
 """
 
+import contextlib
 import re
+import sys
 import time
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from html import escape
 from itertools import zip_longest
+from math import isfinite, nan
 from operator import methodcaller
 from statistics import median
 from typing import Any
@@ -57,7 +60,9 @@ _FAREWELL = re.compile(
     r"|^Training Container Execution Completed$"
     r"|^An error occurred with exit code \d+$"
 )
-_STEP = re.compile(r"\bstep=\d+ .*\bstep_time_ms=")
+# key=value; the value ends where a space, or a comma and the next key follows.
+_PAIR = re.compile(r"(?<![\w./@-])([\w./@-]+)=(\S*?)(?=\s|$|[,;][\w./@-]+=)")
+_STEP = re.compile(r"(?<![\w./@-])step=\d.*(?<![\w./@-])step_time_ms=")
 # The SDK's start-up script ends with one of these lines; bash traces (`+ cd ...`) go on after it.
 _SETUP_END = re.compile(r"(Executing command:|Running .+ [Dd]river)")
 _SETUP_NOISE = re.compile(r"(\++ |SM_\w+=|Executing command: |Training Container Execution Comp)")
@@ -274,14 +279,24 @@ def _show_columns(blocks: list[list[str]]) -> None:
 
 
 def steps(job_name: str, session: boto3.Session | None = None) -> pd.DataFrame:
-    """Collect the step lines of a training job's log.
+    """Collect the step lines of a training job's log: those with step=... and step_time_ms=...
+
+    What else such a line says is free. Each key=number in it gives a column. A number is what
+    Python reads as one, nan and inf too; punctuation after it and the unit with which the key ends
+    do not matter (lr=1e-4, and step_time_ms=12.3ms). Another value, such as epoch=1/10, counts as
+    not given. Of a key that a line has twice, the first number counts. The columns time and host
+    are ours, whatever the line says. Each rank's lines are rows, also those of the same step.
+
+    A line in which step is not a whole number, or step_time_ms not a finite one, is left out, which
+    is said on stderr.
 
     Returns:
         One row per step line, in order of time: time (UTC), host, and a numeric column for every
-        key of the line, such as step, epoch, loss, step_time_ms, data_wait_ms, samples_per_s.
+        key, such as step, epoch, loss, step_time_ms, data_wait_ms, samples_per_s; nan in the rows
+        of lines that do not have it.
 
     Raises:
-        ValueError: the job has no log, or no step line in it.
+        ValueError: the job has no log, no step line in it, or none that can be read.
     """
     table = step_table(logs(job_name, session))
     if table.empty:
@@ -294,27 +309,50 @@ def steps(job_name: str, session: boto3.Session | None = None) -> pd.DataFrame:
 
 def step_table(lines: list[LogLine]) -> pd.DataFrame:
     """Collect the step lines among `lines`, as `steps` does; an empty table if there is none."""
-    rows = [
-        {"time": line.time, "host": line.host, **dict(re.findall(r"(\w+)=(\S+)", line.text))}
-        for line in lines
-        if _STEP.search(line.text)
-    ]
-    if not rows:
-        return pd.DataFrame()
-    table = pd.DataFrame(rows)
-    keys = table.columns.drop(["time", "host"])
-    return table.astype({key: float for key in keys}).astype({"step": int})
+    rows, unreadable = [], []
+    for line in lines:
+        if not _STEP.search(line.text):
+            continue
+        numbers = _numbers(line.text)
+        if numbers.get("step", nan).is_integer() and isfinite(numbers.get("step_time_ms", nan)):
+            ours = {"time": line.time, "host": line.host}
+            rows.append(ours | numbers | ours)  # ours come first, and count
+        else:
+            unreadable.append(line)
+    if unreadable:
+        bad = unreadable[0]
+        text = (
+            f"{len(unreadable)} of {len(unreadable) + len(rows)} step lines cannot be read, such "
+            f"as {bad.text!r} of {bad.host}: step must be a whole number, and step_time_ms a "
+            "finite one, as in step=10 step_time_ms=12.3."
+        )
+        if not rows:
+            raise ValueError(text)
+        print(f"{text} They are left out.", file=sys.stderr)
+    return pd.DataFrame(rows).astype({"step": int}) if rows else pd.DataFrame()
+
+
+def _numbers(text: str) -> dict[str, float]:
+    """Find the numbers that a line gives as key=number, by the rule that `steps` describes."""
+    numbers: dict[str, float] = {}
+    for key, value in _PAIR.findall(text):
+        value = value.rstrip(",;:.)]}|'\"")
+        for number in (value, value.removesuffix(key.rpartition("_")[2])):
+            with contextlib.suppress(ValueError):
+                numbers.setdefault(key, float(number))
+    return numbers
 
 
 def logged(job_name: str, key: str, session: boto3.Session | None = None) -> float:
     """Return the median of a number that a job's hosts have logged as key=number.
 
+    What is a number, `steps` says.
+
     Raises:
         ValueError: the job has no log, or nothing of that kind in it.
     """
-    number = re.compile(rf"\b{re.escape(key)}=([-+]?\d*\.?\d+(?:[eE][-+]?\d+)?)")
-    found = [number.search(line.text) for line in logs(job_name, session)]
-    values = [float(match[1]) for match in found if match]
+    found = [_numbers(line.text) for line in logs(job_name, session) if key in line.text]
+    values = [numbers[key] for numbers in found if key in numbers]
     if not values:
         raise ValueError(
             f"No host of training job {job_name!r} has logged a number as {key}=...: "

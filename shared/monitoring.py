@@ -46,9 +46,11 @@ __all__ = [
     "wait",
 ]
 
-# For the MetricDefinitions of a job: SageMaker then graphs these as the job's metrics.
+# For the MetricDefinitions of a job: SageMaker then graphs these as the job's metrics. As in the
+# table of `steps`, the first number of that name counts, and val/loss is another name than loss.
+_NUMBER = r"([-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)(?:ms)?[,;]?(?:\s|$)"
 METRIC_DEFINITIONS = [
-    {"Name": name, "Regex": rf"step=\d+ .*\b{name}=([0-9.eE+-]+)"}
+    {"Name": name, "Regex": rf"\bstep=\d+[,;]?\s(?:.*?\s)?{name}={_NUMBER}"}
     for name in ("loss", "step_time_ms", "data_wait_ms", "samples_per_s")
 ]
 
