@@ -11,6 +11,7 @@ import os
 import pickle
 import queue
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -119,6 +120,8 @@ class Fetcher:
         self.came: queue.SimpleQueue[tuple[Host, Task | None, Any]] = queue.SimpleQueue()
         self.heard_at = 0.0  # the last sign of life
         fetchers.add(self)
+        # Before Python waits for the threads of the pool: a host that hangs would hold them up.
+        threading._register_atexit(self.rest)
 
     def use(self, what: str, digest: bytes, upload: Callable[[], Iterator[bytes]]) -> None:
         """Have the hosts get the Dataset with this digest, whose pickle `upload` yields."""

@@ -58,6 +58,8 @@ class Copy:
             return self.holder.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
             return True
+        except OSError:  # closed by `Front.drop`
+            return False
 
 
 class Front:
