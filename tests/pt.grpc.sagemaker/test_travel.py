@@ -9,6 +9,7 @@ import enum
 import functools
 import io
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
             "TMPDIR": str(path.parent),
         },
         check=True,
-        timeout=250,
+        timeout=100,
     )
     yield json.loads(path.read_text())
     for host in hosts:
@@ -209,13 +210,13 @@ def memory_mapped_files_stay_files(said: Said) -> None:
     arrays = [whole, whole[7], whole[10:50:2, ::-1, 3:5], whole.T, whole[::-1, :, ::-3], whole[3:3]]
     arrays += [np.memmap(path, "i4", "r", offset=1024, shape=(5, 3))[2:], whole[1, 1, 1:2]]
 
-    def kind(array: np.ndarray) -> tuple:
-        return type(array.base).__name__, array.dtype, array.tolist()
+    def tell(array: np.ndarray) -> tuple:
+        base = array
+        while isinstance(base, np.ndarray):
+            base = base.base
+        return isinstance(base, mmap.mmap) or not array.size, str(array.dtype), array.tolist()
 
-    expected = [kind(array)[1:] for array in arrays]
-    samples = here_and_there(Table(arrays, kind))
-    assert [sample[1:] for sample in samples] == expected
-    assert {sample[0] for sample in samples if sample[2]} == {"memmap"}
+    assert_same(here_and_there(Table(arrays, tell)), [tell(array) for array in arrays])
     assert "feed: Table, 0.0 MB" in said()
 
 
@@ -228,26 +229,21 @@ def memory_mapped_files_that_may_be_written_to_are_refused(said: Said) -> None:
 
 
 def refused(dataset: Dataset, words: str, **options: Any) -> None:
-    for num_workers in (0, 1):
-        with pytest.raises(TypeError, match=words):
-            next(iter(DataLoader(RemoteDataset(dataset), num_workers=num_workers, **options)))
+    with pytest.raises(TypeError, match=words):
+        next(iter(DataLoader(RemoteDataset(dataset), **options)))
 
 
 @of_a_script
 def what_cannot_travel_is_named(said: Said) -> None:
     lock, file = threading.Lock(), io.FileIO(os.devnull)
-    path = (
-        r"dataset\.transform -> file cannot travel to the data hosts \(.*FileIO.*\): open it when"
-    )
-    refused(Table(transform=lambda value: file.name), path)
     refused(
-        Table(transform=[{"a": (0, lock)}]), r"dataset\.transform\[0\]\['a'\]\[1\] cannot travel"
+        Table(transform=lambda value: file.name),
+        r"dataset\.transform -> file cannot travel .*FileIO.*: open it when it is first used, or",
     )
-    refused(
-        Table(),
-        r"worker_init_fn -> lock cannot travel",
-        worker_init_fn=lambda number: lock.locked(),
-    )
+    parts = [{"a": (0, lock)}]
+    refused(Table(transform=parts), r"dataset\.transform\[0\]\['a'\]\[1\] cannot travel")
+    init = {"worker_init_fn": lambda number: lock.locked()}
+    refused(Table(), r"worker_init_fn -> lock cannot travel", num_workers=1, **init)
 
 
 # Changes
@@ -333,7 +329,7 @@ def test_spawned_workers_do_it_all_too(tmp_path, method):
     program.write_text(SPAWNING.format(path=sys.path, method=method))
     environment = {"HETERO_DATA_HOSTS": host.address, "HETERO_TOKEN": TOKEN}
     subprocess.run(
-        [sys.executable, program], env={**os.environ, **environment}, check=True, timeout=250
+        [sys.executable, program], env={**os.environ, **environment}, check=True, timeout=100
     )
     host.kill()
 

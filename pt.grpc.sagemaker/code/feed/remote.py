@@ -106,7 +106,7 @@ class Source:
     def __getstate__(self) -> dict:
         """Travel to a process that is spawned: there, the script's classes are of no `__main__`."""
         file = io.BytesIO()
-        dump(file, dataset=self.given, collate_fn=self.collate_fn)
+        dump(file, not self.hosts, dataset=self.given, collate_fn=self.collate_fn)
         own = "is_made", "hosts", "token", "timeout", "first_batch"
         return {name: getattr(self, name) for name in own} | {"pickled": file.getvalue()}
 

@@ -22,17 +22,21 @@ import cloudpickle
 import numpy as np
 import torch
 
-from feed.wire import FRAME, is_plain
+from feed.wire import FRAME, is_plain, of_main
 
 GENERATORS = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
 SIMPLE = int, float, str, bytes, bool, type(None), type, ModuleType, FunctionType
 
 
 class DatasetPickler(cloudpickle.Pickler):
-    """Pickles a Dataset; keeps the generators that it finds, and what globals it takes along."""
+    """Pickles a Dataset; keeps the generators that it finds, and what globals it takes along.
 
-    def __init__(self, file: IO[bytes]):
+    stays_here: it is for another process of the training script, which has the script's classes.
+    """
+
+    def __init__(self, file: IO[bytes], stays_here: bool = False):
         super().__init__(file, protocol=5)
+        self.stays_here = stays_here
         self.storages: dict[int, torch.Tensor] = {}  # each travels once, whoever views it
         self.generators: list[Any] = []
         self.globals: dict[str, str] = {}  # of the training script -> where they are used
@@ -52,6 +56,8 @@ class DatasetPickler(cloudpickle.Pickler):
             value = value.resolve_conj().resolve_neg()
             return view, (whole, str(value.dtype)[6:], *place)
         elif isinstance(value, type) and value.__module__ == "__main__":
+            if self.stays_here and "<locals>" not in value.__qualname__:
+                return of_main, (value.__qualname__,)
             # Its random id would make the Dataset another one in each rank.
             trackers = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
             trackers.setdefault(value, f"__main__.{value.__qualname__}")
@@ -109,12 +115,12 @@ class Digest:
         return size
 
 
-def dump(file: Any, **parts: Any) -> DatasetPickler:
+def dump(file: Any, stays_here: bool = False, **parts: Any) -> DatasetPickler:
     """Pickle a tuple of these parts; raise TypeError that names what cannot be pickled."""
     main = sys.modules.get("__mp_main__")  # the training script in a process that was spawned
     if main and main.__name__ not in cloudpickle.list_registry_pickle_by_value():
         cloudpickle.register_pickle_by_value(main)
-    pickler = DatasetPickler(file)
+    pickler = DatasetPickler(file, stays_here)
     try:
         pickler.dump((*parts.values(),))
     except OSError:  # of the file
