@@ -107,6 +107,20 @@ class Paced(Dataset):
         return index, pace
 
 
+class TakesItsTime(Numbers):
+    """To be loaded, and to prepare a sample."""
+
+    def __getstate__(self) -> dict:
+        return {"any": "thing"}
+
+    def __setstate__(self, state: dict) -> None:
+        time.sleep(3)
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(3 * (index == 0))
+        return index
+
+
 class SampleIsBroken(Exception):
     """What a Dataset may raise."""
 

@@ -15,6 +15,7 @@ import grpc
 import psutil
 import pytest
 import torch
+from feed.client import RemoteDataset
 
 from data_hosts import (
     BIG,
@@ -29,7 +30,6 @@ from data_hosts import (
     up,
     wait_until,
 )
-from feed.client import RemoteDataset
 from feed.wire import SERVICE, messages
 
 SOAK = "SOAK" in os.environ

@@ -19,10 +19,11 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "pt.grpc.sagemaker"
 sys.path[:0] = [str(ROOT / "tests"), str(EXAMPLE / "code")]
 
-import pages  # noqa: E402
-from data_hosts import free_port  # noqa: E402
 from feed.batches import BatchKeys, SeededBatches, as_is  # noqa: E402
 from feed.client import RemoteBatches, RemoteDataset  # noqa: E402
+
+import pages  # noqa: E402
+from data_hosts import free_port  # noqa: E402
 from feed.server import serve  # noqa: E402
 
 RANKS, EPOCHS, BATCHES = 2, 3, 6  # batches: of each rank, in an epoch

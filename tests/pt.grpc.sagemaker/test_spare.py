@@ -14,8 +14,9 @@ from jobs import Jobs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "pt.grpc.sagemaker" / "code"))
 
-from feed import spare  # noqa: E402
 from feed.epoch import CALLS_BESIDE, MAX_THREADS, Host, share_calls  # noqa: E402
+
+from feed import spare  # noqa: E402
 
 
 @pytest.mark.parametrize(
