@@ -1,4 +1,4 @@
-"""What a data host answers: which Datasets it has, and which worker process prepares which chunk."""
+"""What a data host answers: which Datasets it has, and which worker prepares which chunk."""
 
 import hashlib
 import os
