@@ -59,8 +59,6 @@ class Fetcher:
         self.greeted_at: dict[Host, float] = {}  # when each may be asked to get the Dataset
         self.since = 0.0  # silence counts from here: before, nobody was asked
         fetchers.add(self)
-        # Before Python waits for the threads of the pool: a host that hangs would hold them up.
-        threading._register_atexit(self.rest)
 
     def use(self, what: str, digest: bytes, upload: Callable[[], Iterator[bytes]]) -> None:
         """Fetch from the Dataset with this digest, whose pickle `upload` yields."""
@@ -189,6 +187,15 @@ class Fetcher:
 
 
 fetchers: "weakref.WeakSet[Fetcher]" = weakref.WeakSet()
+
+
+def rest() -> None:
+    for fetcher in [*fetchers]:
+        fetcher.rest()
+
+
 # gRPC can be used after a fork if no thread was in it: where the training process itself asks, as
 # without workers, it may fork later.
-os.register_at_fork(before=lambda: [fetcher.rest() for fetcher in fetchers])
+os.register_at_fork(before=rest)
+# Before Python waits for the threads of the pools: a host that hangs would hold them up.
+threading._register_atexit(rest)
