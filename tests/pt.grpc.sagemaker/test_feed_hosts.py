@@ -34,7 +34,7 @@ from data_hosts import (
     up,
     wait_until,
 )
-from feed import fetch
+from feed import host as feed_host
 
 SOAK = "SOAK" in os.environ
 SEEDS = range(50 if SOAK else 1)
@@ -190,7 +190,7 @@ def test_pauses_of_the_training_do_not_count(start):
 
 def test_a_host_that_is_busy_is_not_silent(start):
     """Neither while it loads a Dataset, nor while a sample takes longer than the timeout."""
-    [host] = up(start(setup="import feed.server; feed.server.BEAT_SECONDS = 0.3"))
+    [host] = up(start(setup="import feed.front; feed.front.BEAT_SECONDS = 0.3"))
     assert [*loader_of([host], TakesItsTime(), [[0, 1], [2]], timeout=1.5)] == [[0, 1], [2]]
 
 
@@ -225,8 +225,8 @@ def test_a_host_that_comes_back_with_another_token_ends_it_too(start):
 @pytest.mark.parametrize("stopped_after", [0, 3])  # batches; 0: it never answers
 def test_another_host_takes_over_for_one_that_hangs(start, expected, stopped_after, monkeypatch):
     """Because its chunks are overdue: gRPC, which would take 20 s to notice, does not help here."""
-    options = dict(fetch.CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 2**31 - 1}
-    monkeypatch.setattr(fetch, "CHANNEL_OPTIONS", [*options.items()])
+    options = dict(feed_host.CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 2**31 - 1}
+    monkeypatch.setattr(feed_host, "CHANNEL_OPTIONS", [*options.items()])
     hosts = up(start(), start())
     if stopped_after == 0:
         hosts[1].freeze()
@@ -368,7 +368,7 @@ def test_a_frozen_worker_holds_nobody_up_beside_one_that_is_not(start, frozen, o
 
 def test_datasets_that_nobody_asks_for_are_dropped(start):
     """The least recently used one first; who asks for it again uploads it again."""
-    [host] = up(start(setup="import feed.server; feed.server.MOST_DATASETS = 3"))
+    [host] = up(start(setup="import feed.front; feed.front.MOST_DATASETS = 3"))
     loader, always = loader_of([host], Draws(), batch_size=50), epoch([host], Numbers())
     next(always)
     for number in [*range(8), 0]:

@@ -134,7 +134,9 @@ class Front:
                     os.close(payload)
             if is_whole:
                 threading.Thread(target=self.load, args=(digest, copy, payload)).start()
-        state = WAITING if is_known else READY
+            state = READY if is_whole else UNKNOWN
+        else:
+            state = WAITING
         return wire.seal(self.token, nonce, messages.Reply(state=state))
 
     def load(self, digest: bytes, copy: Copy, payload: int) -> None:

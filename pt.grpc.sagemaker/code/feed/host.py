@@ -71,7 +71,13 @@ class Host:
             nonce, metadata = wire.sign(self.token, digest)
             put = self.channel.stream_unary(f"/{wire.SERVICE}/Upload").future
             taken = self.result(self.opened(put(upload(), metadata=metadata)).result)
-            if wire.unseal(self.token, nonce, taken).state == wire.READY:  # or another process did
+            taken = wire.unseal(self.token, nonce, taken)
+            if taken.state == wire.UNKNOWN:
+                raise TypeError(
+                    f"{what}: it changes while it travels, or its pickle is another one each time. "
+                    "Give RemoteDataset a callable that makes the Dataset"
+                )
+            if taken.state == wire.READY:  # else another process uploads it
                 print(f"feed: {what} has gone to data host {self.address}", flush=True)
         if reply.state != wire.READY:
             return None
