@@ -114,11 +114,22 @@ class TakesItsTime(Numbers):
         return {"any": "thing"}
 
     def __setstate__(self, state: dict) -> None:
+        print("loading", flush=True)
         time.sleep(3)
 
     def __getitem__(self, index: int) -> int:
         time.sleep(3 * (index == 0))
         return index
+
+
+class Huge(Dataset):
+    """Samples of 1.1 GiB."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.arange(index, index + int(1.1 * 2**27))
 
 
 class SampleIsBroken(Exception):

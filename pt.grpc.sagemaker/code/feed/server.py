@@ -77,6 +77,12 @@ def serve(its: socket.socket, main: socket.socket, address: str, token: str, wor
     server.wait_for_termination()
 
 
+def end(*_: Any) -> None:
+    """End the main process as it should: a second SIGTERM changes nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit()
+
+
 def main() -> None:
     """Fork the front, and the processes that it asks for."""
     parser = argparse.ArgumentParser(description="Prepares samples of Datasets that come to it.")
@@ -89,7 +95,7 @@ def main() -> None:
         parser.error("HETERO_TOKEN must be the job's token")
     if args.workers < 1:
         parser.error("--workers must be 1 or more")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, end)
     ours, its = socket.socketpair()
     fork(serve, ours, its, args.address, token, args.workers)
     its.close()
