@@ -257,13 +257,13 @@ def test_a_host_that_hangs_for_ever_is_silent(start):
 
 
 def test_a_slow_host_does_not_hold_up_a_fast_one(start):
-    """Ten times slower, it prepares what it can: not more than a quarter."""
-    hosts = up(*[start(workers=2, environment={"PACE": pace}) for pace in ("10", "100")])
+    """It gets what it can prepare meanwhile: four times slower, about a fifth."""
+    hosts = up(*[start(workers=2, environment={"PACE": pace}) for pace in ("10", "40")])
     loader = loader_of(hosts, Paced(), [[*range(i, i + 16)] for i in range(0, 960, 16)])
     batches = list(loader)
     assert [index for batch in batches for index, _ in batch] == [*range(960)]
     served = Counter(pace for batch in batches[10:] for _, pace in batch)
-    assert 0 < served[100] < served[10] / 3, served
+    assert 0 < served[40] < served[10] / 2, served
 
 
 # Their processes
@@ -369,7 +369,10 @@ def test_a_frozen_worker_holds_nobody_up_beside_one_that_is_not(start, frozen, o
 def test_datasets_that_nobody_asks_for_are_dropped(start):
     """The least recently used one first; who asks for it again uploads it again."""
     [host] = up(start(setup="import feed.front; feed.front.MOST_DATASETS = 3"))
-    loader, always = loader_of([host], Draws(), batch_size=50), epoch([host], Numbers())
+    loader, always = (
+        loader_of([host], Draws(), batch_size=50),
+        epoch([host], Numbers(), batch_size=3),
+    )
     next(always)
     for number in [*range(8), 0]:
         loader.dataset.number = number  # another Dataset
