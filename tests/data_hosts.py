@@ -122,6 +122,20 @@ class TakesItsTime(Numbers):
         return index
 
 
+class Made(Dataset):
+    """Is made on data hosts, whose environment may make it another one: LENGTH, SHIFT."""
+
+    def __init__(self, length: int):
+        self.length, self.process = int(os.environ.get("LENGTH", length)), os.getpid()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple:
+        is_own = self.process == os.getpid()
+        return index + int(os.environ.get("SHIFT", 0)), is_own, torch.rand(1)
+
+
 class Huge(Dataset):
     """Samples of 1.1 GiB."""
 
@@ -203,7 +217,7 @@ class Things(Dataset):
 class DataHost:
     """`python -m feed.server`. When it has ended, `start` starts it again at its address.
 
-    setup: Python code to run before, such as one that shortens a time.
+    setup: Python code to run before, such as one that shortens a time. folder: where it runs.
     """
 
     def __init__(
@@ -213,9 +227,11 @@ class DataHost:
         token: str = TOKEN,
         setup: str = "",
         environment: dict[str, str] | None = None,
+        folder: Path = CODE,
     ):
         self.workers, self.address = workers, address or f"127.0.0.1:{free_port()}"
         self.token, self.setup, self.environment = token, setup, environment or {}
+        self.folder = folder
         self.start()
 
     def start(self) -> None:
@@ -225,11 +241,11 @@ class DataHost:
             program = ["-c", f"{self.setup}; import feed.server; feed.server.main()"]
         self.process = psutil.Popen(
             [sys.executable, *program, self.address, "--workers", str(self.workers)],
-            cwd=CODE,
+            cwd=self.folder,
             # What is beside a training script is beside the data hosts' code, too.
             env={
                 **os.environ,
-                **{"HETERO_TOKEN": self.token, "PYTHONPATH": str(TESTS)},
+                **{"HETERO_TOKEN": self.token, "PYTHONPATH": f"{CODE}:{TESTS}"},
                 **self.environment,
             },
             stdout=self.output,
