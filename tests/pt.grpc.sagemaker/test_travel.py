@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from data_hosts import TOKEN, DataHost, assert_same, remote, up  # noqa: E402
+from data_hosts import TOKEN, DataHost, Made, assert_same, loader_of, remote, up  # noqa: E402
 from feed import RemoteDataset  # noqa: E402
 
 Said = Callable[[], str]
@@ -293,39 +293,33 @@ def a_dataset_that_is_never_twice_the_same_is_refused(said: Said) -> None:
 # Callables
 
 
-def test_a_callable_makes_the_dataset_in_each_worker_of_the_data_hosts():
+def test_a_callable_makes_the_dataset_in_each_worker_of_the_data_hosts(start):
     """Not before they are forked: an open file would be one for all."""
-    hosts = up(DataHost(workers=3), DataHost(workers=1))
+    hosts = up(start(workers=3), start())
     dataset = remote(hosts, functools.partial(Made, 30))
     assert len(dataset) == 30
+    options = {"batch_size": 7, "shuffle": True, "collate_fn": list}
+    torch.manual_seed(1)
+    expected = list(DataLoader(remote([], lambda: Made(30)), **options))
     for num_workers in (0, 2):
         torch.manual_seed(1)
-        loader = DataLoader(
-            dataset, batch_size=7, shuffle=True, collate_fn=list, num_workers=num_workers
-        )
-        samples = [sample for batch in loader for sample in batch]
-        torch.manual_seed(1)
-        here = DataLoader(remote([], lambda: Made(30)), batch_size=7, shuffle=True, collate_fn=list)
-        assert_same(samples, [sample for batch in here for sample in batch])
-        assert all(is_own for _, is_own, _ in samples)
-    with pytest.raises(AttributeError, match="'length' cannot be reached: a callable makes the Da"):
-        _ = dataset.length
-    with pytest.raises(AttributeError, match="'length' cannot be reached"):
-        dataset.length = 3
-    with pytest.raises(FileNotFoundError, match="Caught FileNotFoundError on data host .*/not/th"):
+        assert_same(list(DataLoader(dataset, num_workers=num_workers, **options)), expected)
+    for attempt in (lambda: dataset.length, lambda: setattr(dataset, "length", 3)):
+        with pytest.raises(AttributeError, match="'length' cannot be reached: a callable makes"):
+            attempt()
+    with pytest.raises(FileNotFoundError, match="Caught FileNotFoundError on data host"):
         len(remote(hosts, functools.partial(np.load, "/not/there")))
-    for host in hosts:
-        host.kill()
 
 
 @pytest.mark.parametrize("environment", [{"LENGTH": "31"}, {"SHIFT": "1"}])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_hosts_whose_callables_make_different_datasets_are_refused(start, environment, num_workers):
+def test_hosts_whose_callables_make_different_datasets_are_refused(start, environment):
     hosts = up(start(), start(environment=environment))
-    loader = loader_of(hosts, functools.partial(Made, 30), [[0]] * 999, num_workers=num_workers)
     words = "data hosts have different Datasets: that of .* has .* samples, that of"
-    with pytest.raises(ValueError, match=words):
-        list(loader)
+    for num_workers in (0, 1):
+        made = functools.partial(Made, 30)
+        loader = loader_of(hosts, made, [[0]] * 999, num_workers=num_workers)
+        with pytest.raises(ValueError, match=words):
+            list(loader)
 
 
 # As torch does it
