@@ -108,10 +108,10 @@ def test_wrong_token_and_a_host_that_is_there_are_refused_with_a_line(job: Runni
 def test_wrong_token_is_refused_by_data_servers_with_a_line(job: Running, unharmed):
     feed = next(a for a in listeners(job) if a[1] == first_port(job) + 2)
     with grpc.insecure_channel(f"{feed[0].removeprefix('::ffff:')}:{feed[1]}") as channel:
-        describe = channel.unary_unary("/dataset_feed.DatasetFeed/Describe")
+        ask = channel.unary_unary("/dataset_feed.DatasetFeed/Ask")
         for _ in range(20):
             with pytest.raises(grpc.RpcError) as refused:
-                describe(b"", metadata=[("authorization", "Bearer x")])
+                ask(b"", metadata=[("feed-bin", bytes(80))])
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     job.jobs.wait_for_log(job.name, "refused a call")
     assert sum("refused a call" in line for line in job.log()) <= 2  # in 20 calls
@@ -121,9 +121,9 @@ def test_calls_without_a_token_that_never_say_more(job: Running, unharmed):
     """More of them than a data server takes at a time; training asks for batches meanwhile."""
     feed = next(a for a in listeners(job) if a[1] == first_port(job) + 2)
     with grpc.insecure_channel(f"{feed[0].removeprefix('::ffff:')}:{feed[1]}") as channel:
-        method = channel.stream_unary("/dataset_feed.DatasetFeed/Describe")
+        method = channel.stream_unary("/dataset_feed.DatasetFeed/Upload")
         silence = threading.Event()
-        calls = [method.future(iter(silence.wait, None)) for _ in range(600)]
+        calls = [method.future(iter(silence.wait, None)) for _ in range(3000)]
         codes = {call.exception(timeout=10).code() for call in calls}
         silence.set()
     assert grpc.StatusCode.UNAUTHENTICATED in codes  # others: too many at once
