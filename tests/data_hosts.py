@@ -308,6 +308,7 @@ def starting() -> Iterator[Callable[..., DataHost]]:
     try:
         yield start
     finally:
+        gc.collect()  # loaders that still wait for hosts would wait for them in vain
         processes = [process for host in hosts for process in host.processes()]
         for process in processes:
             with suppress(psutil.NoSuchProcess):
