@@ -4,15 +4,27 @@
 
 remote.py   the line: RemoteDataset
 epochs.py   which batch it is asked for: what torch's DataLoader knows of it
-fetch.py    which data host prepares what
+fetch.py    which data host is asked for what; host.py: one of them
 samples.py  how samples are prepared, with which random numbers
 travel.py   how the Dataset travels to the data hosts
 wire.py     how samples travel back, with dataset_feed.proto
-server.py   a data host: python -m feed.server HOST:PORT
-worker.py   its processes
+server.py   a data host: python -m feed.server HOST:PORT; front.py: what it answers
+worker.py   its processes that have Datasets
 spare.py    the cores of a training host on which one more data server runs
 """
 
-from feed.remote import RemoteDataset, as_is
+from typing import Any
 
 __all__ = ["RemoteDataset", "as_is"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import remote.py, and with it torch, for its names alone.
+
+    A launcher needs spare.py only, and server.py has something to do before torch is imported.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module 'feed' has no attribute {name!r}")
+    from feed import remote
+
+    return getattr(remote, name)
