@@ -59,7 +59,7 @@ def train(address: str, kind: type[Dataset], pipe: Connection) -> None:
     if address:
         use(address)
         dataset = RemoteDataset(dataset)
-    loader = DataLoader(dataset, 64, shuffle=True, num_workers=NUM_WORKERS)
+    loader = DataLoader(dataset, 64, num_workers=NUM_WORKERS, multiprocessing_context="fork")
     pipe.send("ready")
     while pipe.recv():
         start, before = time.perf_counter(), cpu_seconds([me])

@@ -129,7 +129,8 @@ def train(
     while order := orders.recv():
         hosts, num_workers = order
         use(*hosts)
-        stream = iter(DataLoader(RemoteDataset(Asleep(seconds)), SAMPLES, num_workers=num_workers))
+        options = {"num_workers": num_workers, "multiprocessing_context": "fork"}
+        stream = iter(DataLoader(RemoteDataset(Asleep(seconds)), SAMPLES, **options))
         while not orders.poll():
             next(stream)
             counts[number] += 1
