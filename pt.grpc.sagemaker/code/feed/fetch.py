@@ -1,8 +1,9 @@
 """How a process of the training script gets samples from the data hosts: who is asked, and when.
 
 A batch is cut into chunks, so many that all workers of all data hosts have something to do. Each
-chunk is asked of the host that will be done with it first, by what the hosts' replies say. When a
-host fails, or a chunk is overdue, another one is asked for it, too: either answer will do.
+host is asked for as many as its workers will prepare in the same time, and for more when it has
+answered. When it fails, or a chunk is overdue, another host is asked for it, too: either answer
+will do.
 """
 
 import math
@@ -75,16 +76,19 @@ class Fetcher:
         num_workers: processes like this one, each of which asks for another batch.
         """
         self.wait_for_host()
-        count, pieces = len(whole.indices), 1
-        if is_divisible:
+        count = len(whole.indices)
+        # At first small ones: samples may take long, and hosts with more workers come.
+        pieces = min(count, MOST_CALLS) if is_divisible else 1
+        if any(host.seconds for host in self.hosts):
             shares = sum(host.share() for host in self.ready())
-            pieces = math.ceil(CHUNKS_PER_WORKER * shares / max(1, num_workers))
-            pieces = max(1, min(count, pieces))
+            pieces = min(pieces, math.ceil(CHUNKS_PER_WORKER * shares / max(1, num_workers)))
         cuts = [round(count * piece / pieces) for piece in range(pieces + 1)]
         tasks = [
             Task(whole._replace(start=whole.start + start, indices=whole.indices[start:end]))
             for start, end in zip(cuts[:-1], cuts[1:], strict=True)
         ]
+        for host in self.hosts:
+            host.luck = own_random.random()
         try:
             while waiting := [task for task in tasks if not task.is_over]:
                 for task in waiting:
@@ -115,11 +119,13 @@ class Fetcher:
         return [host for host in self.hosts if host.workers]
 
     def ask(self, task: Task) -> None:
-        """Ask the host for a chunk that will be done with it first, if there is one."""
-        hosts, samples = self.ready(), len(task.chunk.indices)
+        """Ask the host for a chunk that has least to do, if one has not enough yet."""
+        hosts = [host for host in self.ready() if host.asked < CHUNKS_PER_WORKER * host.share()]
+        samples = len(task.chunk.indices)
         hosts = [host for host in hosts if host not in task.asked] or hosts
         if hosts:
-            host = min(hosts, key=lambda host: host.expected(samples) * own_random.uniform(1, 1.1))
+            usual = max(host.seconds for host in hosts) or 1.0  # for one that has not answered yet
+            host = min(hosts, key=lambda host: host.load() * (host.seconds or usual))
             known = host.expected(samples) if host.seconds else math.inf
             patience = max(OVERDUE_SECONDS, known * OVERDUE ** (len(task.asked) + 1))
             task.due = time.monotonic() + patience
