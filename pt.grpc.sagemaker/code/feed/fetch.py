@@ -1,9 +1,8 @@
 """How a process of the training script gets samples from the data hosts: who is asked, and when.
 
 A batch is cut into chunks, so many that all workers of all data hosts have something to do. Each
-host is asked for as many as its workers will prepare in the same time, and for more when it has
-answered. When it fails, or a chunk is overdue, another host is asked for it, too: either answer
-will do.
+host is asked for as many as its workers will prepare in the same time. When it fails, or a chunk is
+overdue, another host is asked for it, too: either answer will do.
 """
 
 import math
@@ -26,6 +25,7 @@ from feed.samples import Chunk
 MOST_CALLS = 64  # at a time
 CHUNKS_PER_WORKER = 2  # one is prepared while another one travels
 OVERDUE, OVERDUE_SECONDS = 4, 0.5  # times what was expected, and at least; then 16 times, ...
+GRACE_SECONDS = 1.0  # for the other hosts to have a Dataset, so that the first has not all to do
 PAUSE_SECONDS, LOOK_SECONDS = 0.5, 0.1  # until a host that failed, or makes the Dataset, is asked
 
 own_random = random.Random()  # the training's random numbers are not for us
@@ -66,7 +66,7 @@ class Fetcher:
     def use(self, what: str, digest: bytes, upload: Callable[[], Iterator[bytes]]) -> None:
         """Fetch from the Dataset with this digest, whose pickle `upload` yields."""
         self.what, self.digest, self.upload = what, digest, upload
-        self.greeted_at = {host: 0.0 for host in self.hosts}
+        self.greeted_at, self.used_at = {host: 0.0 for host in self.hosts}, time.monotonic()
         for host in self.hosts:
             host.workers = 0
 
@@ -76,12 +76,11 @@ class Fetcher:
         num_workers: processes like this one, each of which asks for another batch.
         """
         self.wait_for_host()
-        count = len(whole.indices)
-        # At first small ones: samples may take long, and hosts with more workers come.
-        pieces = min(count, MOST_CALLS) if is_divisible else 1
-        if any(host.seconds for host in self.hosts):
+        count, pieces = len(whole.indices), 1
+        if is_divisible:
             shares = sum(host.share() for host in self.ready())
-            pieces = min(pieces, math.ceil(CHUNKS_PER_WORKER * shares / max(1, num_workers)))
+            pieces = math.ceil(CHUNKS_PER_WORKER * shares / max(1, num_workers))
+            pieces = max(1, min(count, pieces))
         cuts = [round(count * piece / pieces) for piece in range(pieces + 1)]
         tasks = [
             Task(whole._replace(start=whole.start + start, indices=whole.indices[start:end]))
@@ -105,9 +104,12 @@ class Fetcher:
         return [sample for task in tasks for sample in task.samples]
 
     def wait_for_host(self) -> None:
-        """Wait until a host has the Dataset."""
+        """Wait until a host has the Dataset, and at first a moment more for the others."""
         self.since = time.monotonic()
-        while not self.ready():
+        while not (ready := self.ready()) or (
+            time.monotonic() < self.used_at + GRACE_SECONDS
+            and not all(host in ready or host.failure for host in self.hosts)
+        ):
             self.take()
 
     def ready(self) -> list[Host]:
@@ -119,9 +121,8 @@ class Fetcher:
         return [host for host in self.hosts if host.workers]
 
     def ask(self, task: Task) -> None:
-        """Ask the host for a chunk that has least to do, if one has not enough yet."""
-        hosts = [host for host in self.ready() if host.asked < CHUNKS_PER_WORKER * host.share()]
-        samples = len(task.chunk.indices)
+        """Ask the host for a chunk that has least to do, if there is one."""
+        hosts, samples = self.ready(), len(task.chunk.indices)
         hosts = [host for host in hosts if host not in task.asked] or hosts
         if hosts:
             usual = max(host.seconds for host in hosts) or 1.0  # for one that has not answered yet
