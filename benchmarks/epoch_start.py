@@ -5,7 +5,7 @@
 The Datasets: 1.28 million paths with their classes, as torchvision's ImageFolder has them of
 ImageNet, and a tensor of 1 GB. Each rank has a DataLoader with 4 workers, with a data host, which
 has 4 workers too, and without. Each rank holds the Dataset, as with torchrun, and with data hosts
-each of its workers makes sure that they have it: 8 ranks take about 20 GB.
+each of its workers makes sure that they have it: 8 ranks take about 12 GB.
 """
 
 import multiprocessing
