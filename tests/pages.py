@@ -24,13 +24,13 @@ LAUNCHER, TORCHRUN, V3, V2 = blocks_of(EXAMPLE, "python", "Your own training scr
 SERVE, RESUME = blocks_of(EXAMPLE, "python", "The loader in your own project")
 [DIFF] = blocks_of(ROOT, "diff")
 BEFORE, AFTER = ((EXAMPLE / name).read_text() for name in ("before.py", "after.py"))
-*TF_FILES, TF_RANKS, TF_V2 = blocks_of(TENSORFLOW, "python")
+*TF_FILES, TF_RANKS, TF_V2, TF_FOLDERS = blocks_of(TENSORFLOW, "python")
 FRAMEWORKS = blocks_of(EXAMPLE, "python", "With Lightning, the Hugging Face Trainer, accelerate")
 SOLUTIONS = re.findall(
     r"<details>.*?```python\n(.*?)```.*?</details>", (ROOT / "workshop.md").read_text(), re.S
 )
 PYTHON = {LOCAL, MEASURED, LAUNCHER, TORCHRUN, V3, V2, SERVE, RESUME, *TF_FILES, TF_RANKS, TF_V2}
-PYTHON |= {*FRAMEWORKS, *SOLUTIONS}
+PYTHON |= {*FRAMEWORKS, *SOLUTIONS, TF_FOLDERS}
 
 # In place of the reader's own scripts:
 TOY_SCRIPTS = {
@@ -39,6 +39,7 @@ TOY_SCRIPTS = {
 }
 # A reader's pipeline, which says where it was run, and a training step that prints it. It is so
 # quick that all steps might be over before a second data host is up: until then it takes longer.
+# A worker holds two files at a time: none begins the next pass while much of this one is left.
 TF_TRAINING = """
 import json, time
 import tensorflow as tf
@@ -46,8 +47,8 @@ import tensorflow as tf
 hosts = set()
 
 def make_dataset(pattern, batch_size):
-    files = tf.data.Dataset.list_files(pattern)
-    dataset = files.interleave(tf.data.TFRecordDataset)
+    files = tf.data.Dataset.list_files(pattern, shuffle=False)
+    dataset = files.interleave(tf.data.TFRecordDataset, cycle_length=2)
     dataset = dataset.map(lambda r: (r, tf.io.read_file("../../config/resourceconfig.json")))
     return dataset.batch(batch_size)
 

@@ -13,9 +13,12 @@ from types import SimpleNamespace
 import boto3
 import numpy as np
 import pytest
+from PIL import Image
 from sagemaker.core.training.configs import InputData
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from data_service import dispatcher_of
+from images import image
 from jobs import Jobs, texts_in
 from mnist import idx
 from pages import (
@@ -31,6 +34,7 @@ from pages import (
     SERVE,
     TENSORFLOW,
     TF_FILES,
+    TF_FOLDERS,
     TF_RANKS,
     TF_TRAINING,
     TF_V2,
@@ -212,7 +216,10 @@ def test_lines_for_sdk_v2(jobs: Jobs, project: Path):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path, ranks: int):
-    """On several GPUs the launcher differs only in how many ranks a host runs."""
+    """On several GPUs the launcher differs only in how many ranks a host runs.
+
+    In a pass over the data no record comes twice.
+    """
     import tensorflow as tf  # takes seconds, and no other test here needs it
 
     first, replacement = TF_RANKS.split("\n", 1)
@@ -222,9 +229,10 @@ def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path, ranks: int):
     assert len(TF_FILES) == 3 and count_lines(*TF_FILES) < 50
     s3 = boto3.client("s3")
     s3.create_bucket(Bucket="numbers")
-    for first in range(0, 640, 40):
+    arrive = ranks * 1000 * 64  # records, in all steps
+    for first in range(0, arrive * 3 // 2, 2000):  # so that the first pass is not over
         with tf.io.TFRecordWriter(f"{tmp_path}/part") as writer:
-            for number in range(first, first + 40):
+            for number in range(first, first + 2000):
                 writer.write(b"%d" % number)
         s3.upload_file(f"{tmp_path}/part", "numbers", f"data/{first}.tfrecord")
     copied = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
@@ -245,7 +253,35 @@ def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path, ranks: int):
     assert len(batches) == ranks * 1000
     assert {group for group, *_ in batches} == {"data_group"}
     assert len({host for _, host, *_ in batches}) == 2
-    assert len({record for _, _, *records in batches for record in records}) == 640
+    records = [record for _, _, *records in batches for record in records]
+    assert len({*records}) == len(records) == arrive  # no data host reads what another has read
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_lines_for_images_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int):
+    """Workers give each image once, with the label of its own."""
+    import tensorflow as tf
+
+    classes, labels = 5, {}
+    for number in range(300):
+        folder = tmp_path / "images" / f"class {number % classes}"
+        folder.mkdir(parents=True, exist_ok=True)
+        picture = image(number)
+        Image.fromarray(picture).save(folder / f"{number}.png")
+        labels[picture.tobytes()] = number % classes
+    monkeypatch.chdir(tmp_path)
+    said = {}
+    exec(TF_FOLDERS.replace("(256, 256)", "(32, 32)"), said)
+    service = tf.data.experimental.service
+    with dispatcher_of(workers) as dispatcher:
+        distribute = service.distribute(service.ShardingPolicy.DYNAMIC, f"grpc://{dispatcher}")
+        batches = said["dataset"].apply(distribute).as_numpy_iterator()
+        seen = [
+            (picture.round().astype(np.uint8).tobytes(), int(label))
+            for pictures, numbers in batches
+            for picture, label in zip(pictures, numbers, strict=True)
+        ]
+    assert sorted(seen) == sorted(labels.items())
 
 
 def test_lines_for_tensorflow_with_sdk_v2(project: Path):

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import math
 import os
 import random
 import socket
@@ -212,6 +213,33 @@ def test_a_host_that_comes_up_late_is_used(start, capsys):
     assert not lines(capsys)
 
 
+def test_each_host_is_asked_for_what_its_own_workers_allow_in_the_first_epoch(start, monkeypatch):
+    """Also a larger one than the one that answered first, and one that comes late.
+
+    Training takes one batch and no other, so each call ends up with a batch that waits.
+    """
+    monkeypatch.setattr(epoch, "OVERDUE_SECONDS", math.inf)  # no batch is prepared twice
+    small, large, late = (
+        start("paced", num_workers=workers, environment={"PACE": "1"}) for workers in (1, 3, 2)
+    )
+    large.kill(), late.kill()
+    batches = iter(service([*up(small), large, late], [[0]] * 1000, read_ahead=4))
+    large.start()
+    up(large)
+    next(batches)
+
+    def prepared() -> list[int]:
+        counts = [host.said().count("prepared") for host in (small, large, late)]
+        return [counts[0] + counts[1], counts[2]]
+
+    early = 1 + 4 + 3 + 5  # the one taken, read_ahead, and the calls: two more than workers
+    wait_until(lambda: prepared() == [early, 0], seconds=60)
+    late.start()
+    wait_until(lambda: prepared() == [early, 4], seconds=60)
+    time.sleep(1)
+    assert prepared() == [early, 4]
+
+
 def test_a_wrong_token_ends_the_training_at_once(start):
     [host] = up(start("steady", token="another"))
     away = f"127.0.0.1:{free_port()}"  # which is not waited for
@@ -299,7 +327,7 @@ def test_a_slow_host_does_not_hold_up_a_fast_one(start, times_slower):
 @pytest.mark.thorough
 def test_what_is_held_does_not_depend_on_the_number_of_hosts(start):
     """A training that takes its time holds `read_ahead` batches; the others wait at the hosts."""
-    hosts = up(*[start("zoo", num_workers=2) for _ in range(3)])
+    hosts = up(*[start("zoo", num_workers=workers) for workers in (1, 2, 6)])
 
     def mebibytes(count: int) -> int:
         addresses = [host.address for host in hosts[:count]]
@@ -315,4 +343,4 @@ def test_what_is_held_does_not_depend_on_the_number_of_hosts(start):
             print(psutil.Process().memory_info().rss >> 20)"""
         return int(subprocess.run([sys.executable, "-c", code], capture_output=True).stdout)
 
-    assert mebibytes(3) < mebibytes(1) + 120  # what two hosts more have ready is 320
+    assert mebibytes(3) < mebibytes(1) + 120  # what two hosts more have ready is 480

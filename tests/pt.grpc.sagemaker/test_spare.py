@@ -15,7 +15,7 @@ from jobs import Jobs
 sys.path.insert(0, str(Path(__file__).parents[2] / "pt.grpc.sagemaker" / "code"))
 
 from feed import spare  # noqa: E402
-from feed.epoch import CALLS_BESIDE, Host  # noqa: E402
+from feed.epoch import CALLS_BESIDE, MAX_THREADS, Host, share_calls  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,25 @@ def test_ranks_of_a_host_share_its_own_server_and_all_ranks_the_others(monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert Host("unix-abstract:own", workers=6).calls() == 3 + CALLS_BESIDE
     assert Host("algo-1:7712", workers=6).calls() == 6 + CALLS_BESIDE  # one rank in all, here
+
+
+@pytest.mark.parametrize(
+    "workers, calls",
+    [
+        ([2], [4]),
+        ([100], [64]),
+        ([2, 36], [4, 38]),
+        ([100, 2, 72], [30, 4, 30]),
+        ([2, 0], [4, 60]),  # one that has not answered may have any number
+        ([5] * 100, [1] * 100),
+    ],
+)
+def test_calls_that_a_small_server_leaves_are_the_large_ones(workers, calls):
+    """All hosts together have MAX_THREADS, or one each."""
+    hosts = [Host(f"algo-{number}:7712", count) for number, count in enumerate(workers)]
+    share_calls(hosts)
+    assert [host.calls() for host in hosts] == calls
+    assert sum(calls) <= max(MAX_THREADS, len(hosts))
 
 
 @pytest.mark.thorough

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
+from data_service import dispatcher_of
 from images import encode, image, write_records
 
 CODE = Path(__file__).parents[2] / "tf.data.service.sagemaker" / "code"
@@ -64,6 +65,32 @@ def test_ranks_together_see_every_record_once_in_each_pass(files: list[str], ran
         shares = labels(files, augment=0, passes=2, rank=rank, ranks=ranks)
         seen += [number for batch in shares for number in batch]
     assert sorted(seen) == sorted([*range(FILES * RECORDS)] * 2)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_together_give_every_record_once_in_each_pass_with_its_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+):
+    """The label is the image's number, and each worker numbers its records from the seed."""
+    prepare = pipeline.prepare
+
+    def prepare_and_tell(n: object, record: object, augment: int) -> tuple:
+        return *prepare(n, record, augment), n
+
+    monkeypatch.setattr(pipeline, "prepare", prepare_and_tell)
+    monkeypatch.setattr(pipeline, "SHUFFLE_RECORDS", 20)  # or one worker takes them all
+    write_records(tmp_path, files=60, records=5)
+    files = pipeline.find_files(f"{tmp_path}/*.tfrecord")
+    labels, at_work = [], 0
+    with dispatcher_of(workers) as dispatcher:
+        settings = {"augment": 0, "seed": 7, "passes": 3, "dispatcher": dispatcher}
+        for images, numbers, ns in pipeline.build(files, 8, **settings).as_numpy_iterator():
+            for got, number in zip(images, numbers, strict=True):
+                np.testing.assert_allclose(got, image(int(number)) / 255, atol=1e-6)
+            labels += numbers.tolist()
+            at_work += (ns == 7).sum()
+    assert at_work == workers
+    assert sorted(labels) == sorted([*range(60 * 5)] * 3)
 
 
 def test_order_depends_on_the_seed_and_the_pass(files: list[str]):

@@ -61,7 +61,8 @@ def build(
         dataset = dataset.shard(ranks, rank)
     dataset = dataset.shuffle(SHUFFLE_RECORDS, seed=seed).repeat(passes)
     # Records get running numbers, so that each pass augments them differently. `scan` takes one
-    # element after the other, so it numbers blocks of records.
+    # element after the other, so it numbers blocks of records. Each data host counts by itself, so
+    # that records share numbers: `prepare` makes the seed of the record, too.
     dataset = dataset.batch(64).scan(tf.constant(seed, tf.int64), count).unbatch()
     dataset = dataset.map(
         lambda n, record: prepare(n, record, augment), num_parallel_calls=tf.data.AUTOTUNE

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
+from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
 
 class Asked(NamedTuple):
@@ -30,7 +31,7 @@ def asked_for() -> Asked | None:
     while frame:
         here = frame.f_locals
         caller = here.get("self")
-        if hasattr(caller, "auto_collation"):
+        if isinstance(caller, _BaseDatasetFetcher):
             fetcher = caller
         elif {"base_seed", "idx", "init_fn", "num_workers"} <= here.keys():  # in a worker process
             return Asked(
