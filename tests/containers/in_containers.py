@@ -356,8 +356,8 @@ def test_lines_for_sdk_v2(
     Not here: the image's own entry point, which gives gethostname() another name and calls `train`.
     """
     folder = tmp_path / "project"
-    (folder / "code" / "hetero").mkdir(parents=True)
     for path, text in project(name).items():
+        (folder / "code" / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / "code" / path).write_text(text)
     monkeypatch.chdir(folder)
     request = request_of_sdk_v2(lines)

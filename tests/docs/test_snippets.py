@@ -1,8 +1,7 @@
 """Every command and every piece of Python in README files, docs/ and workshop.md is tested.
 
 Commands that need neither an account nor much time run here; the others are marked `# needs AWS`,
-or named below with the reason. Python is run by test_readme.py, test_frameworks.py and
-test_workshop.py.
+or named below with the reason. Python is run by test_readme.py and test_workshop.py.
 """
 
 import ast
