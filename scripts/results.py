@@ -3,6 +3,7 @@
 It is to be published: what would tell whose account it was is left out.
 """
 
+import contextlib
 import json
 import platform
 import re
@@ -14,11 +15,13 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from botocore.exceptions import BotoCoreError, ClientError
 
 from shared import costs, logs, prices
 from shared.jobs import describe, instances_of
 
+PATIENCE_SECONDS = 30  # for each job: by now nobody can interrupt the run
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "results"
 # What a job's hosts print of the software that they have: torch=2.12.0, or preflight's table.
@@ -69,8 +72,8 @@ def write(
     jobs, failures = {}, []
     for name in names:
         try:
-            jobs[name] = describe(name)
-        except ValueError:
+            jobs[name] = describe(name, patience_s=PATIENCE_SECONDS)
+        except (ValueError, OSError, BotoCoreError, ClientError):
             failures.append(f"{name} was not started, or AWS does not answer.")
             continue
         status = jobs[name]["TrainingJobStatus"]
@@ -111,14 +114,15 @@ def _tables(jobs: Mapping[str, Mapping[str, Any]], region: str) -> list[str]:
     """Tables in Markdown of the jobs' times and costs, and of what they ran."""
     runs, software = {}, {}
     for name, job in jobs.items():
-        try:
+        lines, steps = [], pd.DataFrame()
+        # Without them if no host has started, or the log, or what it says of steps, can't be read.
+        with contextlib.suppress(ValueError, OSError, BotoCoreError, ClientError):
             lines = logs.logs(name)
-        except (ValueError, BotoCoreError, ClientError):
-            lines = []  # no host has started, or the log can't be read
+            steps = logs.step_table(lines)
         columns = ["step_time_ms", "data_wait_ms"]
         runs[name] = costs.Run(
             instances_of(job["ResourceConfig"]),
-            **logs.step_table(lines).reindex(columns=columns).median(),
+            **steps.reindex(columns=columns).median(),
             billable_s=job.get("BillableTimeInSeconds", nan),
         )
         found = {" ".join(pair) for line in lines for pair in SOFTWARE.findall(line.text)}

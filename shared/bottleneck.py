@@ -10,13 +10,14 @@ other or with other programs, cannot reach 100 %.
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from math import isnan, nan
+from operator import methodcaller
 from typing import Any
 
 import boto3
 import pandas as pd
 
 from shared import prices
-from shared.jobs import describe
+from shared.jobs import ask, describe
 from shared.logs import hosts_of, logs, step_table
 
 # The name of each unit in CloudWatch, in prices.csv, and of the busy ones in our tables.
@@ -74,19 +75,22 @@ def observe(job_name: str, session: boto3.Session | None = None) -> Observed:
         vcpus, gpus = sizes.get(kind, (nan, nan))
         size = {"instance type": kind, "vcpus": vcpus, "gpus": gpus}
         hosts.append({"group": group, "host": host, **size})
-    client, start, end = (session or boto3).client("cloudwatch"), lines[0].time, lines[-1].time
+    start, end = lines[0].time, lines[-1].time
     busy = {
-        (row["host"], unit): _busy(client, f"{job_name}/{row['host']}", unit, start, end)
+        (row["host"], unit): _busy(session, f"{job_name}/{row['host']}", unit, start, end)
         for row in hosts
         for unit, *_ in UNITS
     }
     return Observed(description, start, end, step_table(lines), pd.DataFrame(hosts), busy)
 
 
-def _busy(client: Any, host: str, unit: str, start: datetime, end: datetime) -> pd.Series:
+def _busy(
+    session: boto3.Session | None, host: str, unit: str, start: datetime, end: datetime
+) -> pd.Series:
     """Read how many vCPUs or GPUs of a host were busy; CloudWatch says 100 for each."""
     for period in _periods(start, end):
-        points = client.get_metric_statistics(
+        question = methodcaller(
+            "get_metric_statistics",
             Namespace="/aws/sagemaker/TrainingJobs",
             MetricName=f"{unit}Utilization",
             Dimensions=[{"Name": "Host", "Value": host}],
@@ -94,7 +98,8 @@ def _busy(client: Any, host: str, unit: str, start: datetime, end: datetime) -> 
             EndTime=end + timedelta(seconds=1),  # exclusive, and in whole seconds
             Period=period,
             Statistics=["Average"],
-        )["Datapoints"]
+        )
+        points = ask("cloudwatch", question, session)["Datapoints"]
         if points:
             break
     values = {point["Timestamp"]: point["Average"] / 100 for point in points}

@@ -22,13 +22,16 @@ so soon waits until all is there, which is so when
 A job that runs, or that ended longer ago, is not waited for.
 """
 
+import contextlib
 import re
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from html import escape
 from itertools import zip_longest
+from math import isfinite, nan
+from operator import methodcaller
 from statistics import median
 from typing import Any
 
@@ -36,7 +39,7 @@ import boto3
 import pandas as pd
 from IPython.display import display
 
-from shared.jobs import describe, instances_of
+from shared.jobs import ask, describe, instances_of
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 WIDTH = 96  # letters of a line, as many as JupyterLab has room for in a window of 1200 pixels
@@ -57,7 +60,9 @@ _FAREWELL = re.compile(
     r"|^Training Container Execution Completed$"
     r"|^An error occurred with exit code \d+$"
 )
-_STEP = re.compile(r"\bstep=\d+ .*\bstep_time_ms=")
+# key=value; the value ends where a space, or a comma and the next key follows.
+_PAIR = re.compile(r"(?<![\w./@-])([\w./@-]+)=(\S*?)(?=\s|$|[,;][\w./@-]+=)")
+_STEP = re.compile(r"(?<![\w./@-])step=\d.*(?<![\w./@-])step_time_ms=")
 # The SDK's start-up script ends with one of these lines; bash traces (`+ cd ...`) go on after it.
 _SETUP_END = re.compile(r"(Executing command:|Running .+ [Dd]river)")
 _SETUP_NOISE = re.compile(r"(\++ |SM_\w+=|Executing command: |Training Container Execution Comp)")
@@ -82,8 +87,9 @@ def logs(job_name: str, session: boto3.Session | None = None) -> list[LogLine]:
 
     Raises:
         ValueError: the job has no log (yet).
+        PermissionError, ClientError, BotoCoreError: as `jobs.ask` raises them.
     """
-    lines = _lines(_complete_streams(job_name, session or boto3))
+    lines = _read_to_the_end(GrowingLog(job_name, session))
     if not lines:
         raise ValueError(
             f"There is no log of training job {job_name!r}: check the name and the region, "
@@ -92,9 +98,54 @@ def logs(job_name: str, session: boto3.Session | None = None) -> list[LogLine]:
     return lines
 
 
-def logs_so_far(job_name: str, session: boto3.Session | None = None) -> list[LogLine]:
-    """Read what there is of a job's log, as `logs` does, but wait for nothing: it may be empty."""
-    return _lines(_streams((session or boto3).client("logs"), job_name))
+@dataclass
+class GrowingLog:
+    """A job's log for those who look more than once: each `look` reads only what is new.
+
+    Attributes:
+        job_name: Name of the training job.
+        session: boto3 session to use instead of the default one.
+        streams: CloudWatch's events that have been read, by log stream.
+        tokens: Where to go on reading, by log stream; CloudWatch forgets them after 24 hours.
+    """
+
+    job_name: str
+    session: boto3.Session | None = None
+    streams: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=dict)
+
+    def look(self) -> list[LogLine]:
+        """Read what there is by now, and wait for nothing; return all lines, in order of time."""
+        for stream in ask("logs", self._names, self.session):
+            while self._read_page(stream):
+                pass
+        return _lines(self.streams)
+
+    def _names(self, client: Any) -> list[str]:
+        """List the job's log streams."""
+        pages = client.get_paginator("describe_log_streams").paginate(
+            logGroupName=LOG_GROUP, logStreamNamePrefix=f"{self.job_name}/"
+        )
+        try:
+            return [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
+        except client.exceptions.ResourceNotFoundException:
+            return []  # the log group appears with the account's first training job
+
+    def _read_page(self, stream: str) -> bool:
+        """Read on in a stream, oldest events first; return whether there may be more.
+
+        Not with FilterLogEvents, which AmazonSageMakerFullAccess does not allow. A page may be
+        empty: only a token that comes back says that there is no more (API reference of
+        GetLogEvents).
+        """
+        arguments = {"logGroupName": LOG_GROUP, "logStreamName": stream, "startFromHead": True}
+        before = self.tokens.get(stream)
+        if before:
+            arguments["nextToken"] = before
+        page = ask("logs", methodcaller("get_log_events", **arguments), self.session)
+        self.streams.setdefault(stream, []).extend(page["events"])
+        self.tokens[stream] = page["nextForwardToken"]
+        return page["nextForwardToken"] != before
 
 
 def hosts_of(lines: list[LogLine]) -> list[tuple[str, str]]:
@@ -114,21 +165,20 @@ def _lines(streams: dict[str, list[dict[str, Any]]]) -> list[LogLine]:
     return sorted(lines, key=lambda line: line.time)  # stable: a host's lines keep their order
 
 
-def _complete_streams(job_name: str, session: Any) -> dict[str, list[dict[str, Any]]]:
-    """Read a job's log events by stream, again while some are still on their way."""
-    client = session.client("logs")
+def _read_to_the_end(log: GrowingLog) -> list[LogLine]:
+    """Read a job's log, and look again while some lines are still on their way."""
     try:
-        job = describe(job_name, session)
-    except ValueError:
-        return _streams(client, job_name)  # not known, or not to us: take what is there
+        job = describe(log.job_name, log.session)
+    except (ValueError, PermissionError):
+        return log.look()  # not known, or not to us: take what is there
     hosts, asked = _hosts_to_wait_for(job), time.monotonic()
     over = since_end = _seconds_since_end(job)
-    streams = _streams(client, job_name)
-    while hosts and (to_wait := _complete_after(streams, hosts) - over) > 0:
+    lines = log.look()
+    while hosts and (to_wait := _complete_after(log.streams, hosts) - over) > 0:
         time.sleep(min(to_wait, LOOK_EVERY_SECONDS))
         over = since_end + time.monotonic() - asked
-        streams = _streams(client, job_name)
-    return streams
+        lines = log.look()
+    return lines
 
 
 def _hosts_to_wait_for(job: dict[str, Any]) -> int:
@@ -155,33 +205,6 @@ def _complete_after(streams: dict[str, list[dict[str, Any]]], hosts: int) -> flo
         return 0
     longest = max(e["ingestionTime"] - e["timestamp"] for events in last.values() for e in events)
     return min(max(QUIET_SECONDS, 2 * longest / 1000), LATEST_SECONDS)
-
-
-def _streams(client: Any, job_name: str) -> dict[str, list[dict[str, Any]]]:
-    """Read the events that CloudWatch has of a job, by log stream."""
-    pages = client.get_paginator("describe_log_streams").paginate(
-        logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_name}/"
-    )
-    try:
-        names = [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
-    except client.exceptions.ResourceNotFoundException:
-        return {}  # the log group appears with the account's first training job
-    return {name: list(_events(client, name)) for name in names}
-
-
-def _events(client: Any, stream: str) -> Iterator[dict[str, Any]]:
-    """Yield a stream's events, oldest first.
-
-    Not with FilterLogEvents, which AmazonSageMakerFullAccess does not allow. A page may be empty:
-    only a token that comes back says that there is no more (API reference of GetLogEvents).
-    """
-    arguments = {"logGroupName": LOG_GROUP, "logStreamName": stream, "startFromHead": True}
-    while True:
-        page = client.get_log_events(**arguments)
-        yield from page["events"]
-        if page["nextForwardToken"] == arguments.get("nextToken"):
-            return
-        arguments["nextToken"] = page["nextForwardToken"]
 
 
 def _host(stream: str) -> str:
@@ -256,14 +279,24 @@ def _show_columns(blocks: list[list[str]]) -> None:
 
 
 def steps(job_name: str, session: boto3.Session | None = None) -> pd.DataFrame:
-    """Collect the step lines of a training job's log.
+    """Collect the step lines of a training job's log: those with step=... and step_time_ms=...
+
+    What else such a line says is free. Each key=number in it gives a column. A number is what
+    Python reads as one, nan and inf too; punctuation after it and the unit with which the key ends
+    do not matter (lr=1e-4, and step_time_ms=12.3ms). Another value, such as epoch=1/10, counts as
+    not given. Of a key that a line has twice, the first number counts. The columns time and host
+    are ours, whatever the line says. Each rank's lines are rows, also those of the same step.
+
+    A line in which step is not a whole number, or step_time_ms not a finite one, is left out, which
+    is said on stderr.
 
     Returns:
         One row per step line, in order of time: time (UTC), host, and a numeric column for every
-        key of the line, such as step, epoch, loss, step_time_ms, data_wait_ms, samples_per_s.
+        key, such as step, epoch, loss, step_time_ms, data_wait_ms, samples_per_s; nan in the rows
+        of lines that do not have it.
 
     Raises:
-        ValueError: the job has no log, or no step line in it.
+        ValueError: the job has no log, no step line in it, or none that can be read.
     """
     table = step_table(logs(job_name, session))
     if table.empty:
@@ -276,27 +309,50 @@ def steps(job_name: str, session: boto3.Session | None = None) -> pd.DataFrame:
 
 def step_table(lines: list[LogLine]) -> pd.DataFrame:
     """Collect the step lines among `lines`, as `steps` does; an empty table if there is none."""
-    rows = [
-        {"time": line.time, "host": line.host, **dict(re.findall(r"(\w+)=(\S+)", line.text))}
-        for line in lines
-        if _STEP.search(line.text)
-    ]
-    if not rows:
-        return pd.DataFrame()
-    table = pd.DataFrame(rows)
-    keys = table.columns.drop(["time", "host"])
-    return table.astype({key: float for key in keys}).astype({"step": int})
+    rows, unreadable = [], []
+    for line in lines:
+        if not _STEP.search(line.text):
+            continue
+        numbers = _numbers(line.text)
+        if numbers.get("step", nan).is_integer() and isfinite(numbers.get("step_time_ms", nan)):
+            ours = {"time": line.time, "host": line.host}
+            rows.append(ours | numbers | ours)  # ours come first, and count
+        else:
+            unreadable.append(line)
+    if unreadable:
+        bad = unreadable[0]
+        text = (
+            f"{len(unreadable)} of {len(unreadable) + len(rows)} step lines cannot be read, such "
+            f"as {bad.text!r} of {bad.host}: step must be a whole number, and step_time_ms a "
+            "finite one, as in step=10 step_time_ms=12.3."
+        )
+        if not rows:
+            raise ValueError(text)
+        print(f"{text} They are left out.", file=sys.stderr)
+    return pd.DataFrame(rows).astype({"step": int}) if rows else pd.DataFrame()
+
+
+def _numbers(text: str) -> dict[str, float]:
+    """Find the numbers that a line gives as key=number, by the rule that `steps` describes."""
+    numbers: dict[str, float] = {}
+    for key, value in _PAIR.findall(text):
+        value = value.rstrip(",;:.)]}|'\"")
+        for number in (value, value.removesuffix(key.rpartition("_")[2])):
+            with contextlib.suppress(ValueError):
+                numbers.setdefault(key, float(number))
+    return numbers
 
 
 def logged(job_name: str, key: str, session: boto3.Session | None = None) -> float:
     """Return the median of a number that a job's hosts have logged as key=number.
 
+    What is a number, `steps` says.
+
     Raises:
         ValueError: the job has no log, or nothing of that kind in it.
     """
-    number = re.compile(rf"\b{re.escape(key)}=([-+]?\d*\.?\d+(?:[eE][-+]?\d+)?)")
-    found = [number.search(line.text) for line in logs(job_name, session)]
-    values = [float(match[1]) for match in found if match]
+    found = [_numbers(line.text) for line in logs(job_name, session) if key in line.text]
+    values = [numbers[key] for numbers in found if key in numbers]
     if not values:
         raise ValueError(
             f"No host of training job {job_name!r} has logged a number as {key}=...: "

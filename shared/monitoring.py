@@ -46,9 +46,11 @@ __all__ = [
     "wait",
 ]
 
-# For the MetricDefinitions of a job: SageMaker then graphs these as the job's metrics.
+# For the MetricDefinitions of a job: SageMaker then graphs these as the job's metrics. As in the
+# table of `steps`, the first number of that name counts, and val/loss is another name than loss.
+_NUMBER = r"([-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)(?:ms)?[,;]?(?:\s|$)"
 METRIC_DEFINITIONS = [
-    {"Name": name, "Regex": rf"step=\d+ .*\b{name}=([0-9.eE+-]+)"}
+    {"Name": name, "Regex": rf"\bstep=\d+[,;]?\s(?:.*?\s)?{name}={_NUMBER}"}
     for name in ("loss", "step_time_ms", "data_wait_ms", "samples_per_s")
 ]
 
@@ -67,6 +69,8 @@ def wait(
     Raises:
         RuntimeError: the job failed; says why.
         ValueError: there is no such job.
+        PermissionError, ClientError, BotoCoreError: AWS cannot be asked; for a reason that can
+            pass it is asked again for minutes before.
     """
     start, printed = time.monotonic(), 0
     while True:
@@ -274,7 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
                 show_logs(chosen.job, chosen.group, chosen.host, last=None)
             else:
                 _report(chosen.job, chosen.figure)
-    except (ValueError, BotoCoreError, ClientError) as error:
+    except (ValueError, OSError, BotoCoreError, ClientError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
 

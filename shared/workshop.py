@@ -17,7 +17,7 @@ import psutil
 
 from shared.bottleneck import LEAST_WAIT_PERCENT, wait_percent
 from shared.jobs import describe
-from shared.logs import hosts_of, logged, logs_so_far, step_table, steps
+from shared.logs import GrowingLog, hosts_of, logged, step_table, steps
 
 POINTS = 10  # of lab 1: percent points that an answer may be off
 PERCENT = 10  # of lab 2: percent that a prediction may be off
@@ -145,9 +145,9 @@ def kill(job_name: str, script: str, group: str = "data_group", seconds: float =
     Raises:
         ValueError: the job trains no more, or not yet, or it has no such process on this machine.
     """
-    deadline = time.monotonic() + seconds
+    log, deadline = GrowingLog(job_name), time.monotonic() + seconds
     while (status := describe(job_name)["TrainingJobStatus"]) == "InProgress":
-        if not step_table(lines := logs_so_far(job_name)).empty:
+        if not step_table(lines := log.look()).empty:
             break
         if time.monotonic() > deadline:
             raise ValueError(f"{job_name!r} has logged no step within {seconds:g} s.")

@@ -17,7 +17,7 @@ from sagemaker.core.training.configs import Compute, InstanceGroup, SourceCode, 
 from sagemaker.train import ModelTrainer
 
 from pages import ROOT
-from shared.logs import logs_so_far
+from shared.logs import GrowingLog
 
 # The SDK would read botocore's table of all endpoints five times for each job.
 session_helper.botocore_resolver = functools.cache(session_helper.botocore_resolver)
@@ -114,16 +114,17 @@ class Jobs:
     def wait_for_log(self, name: str, text: str, seconds: float = 60, times: int = 1) -> None:
         """Wait until the job's hosts have printed `text` so many times, or the job has ended."""
         deadline, status = time.monotonic() + seconds, "InProgress"
+        log = GrowingLog(name, self.aws)
         while time.monotonic() < deadline and status in ("InProgress", "Stopping"):
             status = self.describe(name)["TrainingJobStatus"]
-            if sum(text in line for line in self.log(name)) >= times:
+            if sum(text in line.text for line in log.look()) >= times:
                 return
             time.sleep(0.25)
         raise AssertionError(f"{text!r} is not in the log of {name}: {self.log(name)[-20:]}")
 
     def log(self, name: str) -> list[str]:
         """All lines of all hosts so far."""
-        return [line.text for line in logs_so_far(name, self.aws)]
+        return [line.text for line in GrowingLog(name, self.aws).look()]
 
 
 def start_kernel(body: str, folder: Path, **environment: str) -> subprocess.Popen:

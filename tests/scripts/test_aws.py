@@ -23,6 +23,7 @@ import nbformat
 import pytest
 from moto.core.exceptions import JsonRESTError
 from moto.core.responses import ActionResult
+from moto.sagemaker.responses import SageMakerResponse
 from moto.server import ThreadedMotoServer
 from moto.servicequotas.responses import ServiceQuotasResponse
 
@@ -164,7 +165,7 @@ ModelTrainer(
     base_job_name="aws-sdk",
     role=os.environ["SAGEMAKER_ROLE"],
     training_image="any:1",
-    source_code=SourceCode(command="true"),
+    source_code=SourceCode(command="echo step=1/2 step_time_ms=5"),
     compute=Compute(instance_type="ml.m5.large", instance_count=1),
 ).train(wait=True, logs=False)
 """
@@ -242,14 +243,14 @@ def test_a_run_leaves_a_page(repository: Repository):
     assert [job["StoppingCondition"] for job in jobs] == [{"MaxRuntimeInSeconds": 20 * 60}] * 2
     seconds, more = (job["BillableTimeInSeconds"] for job in jobs)
     usd = seconds * (1.408 + 0.816) / 3600
-    together = usd + more * prices.price_per_hour("ml.m5.large") / 3600
+    more_usd = more * prices.price_per_hour("ml.m5.large") / 3600
     instances = "1 x ml.g5.xlarge + 1 x ml.c6i.4xlarge"
     head = subprocess.check_output(["git", "describe", "--always"], cwd=repository.folder)
     page = repository.page()
     for text in (
         f"| aws-steps | Completed | {instances} | {seconds} | {usd:.4f} | 12.5 | 1.5 |",
-        f"| {names[1]} | Completed | 1 x ml.m5.large |",
-        f"Together USD {together:.4f}, at prices of us-east-1",
+        f"| {names[1]} | Completed | 1 x ml.m5.large | {more} | {more_usd:.4f} | - | - |",
+        f"Together USD {usd + more_usd:.4f}, at prices of us-east-1",
         "| aws-steps | pytorch:2.12-test | CUDA 13.0, torch 2.12.0 |",
         "step time: predicted 12.0 ms, measured 12.5 ms",
         f"Commit {head.decode().strip()}, SageMaker SDK 3.",
@@ -277,6 +278,23 @@ def test_a_job_that_fails_ends_the_run(repository: Repository):
     assert "Ended early" in page and "| aws-bad | Failed |" in page and "| aws-other | Stop" in page
     assert "no <ARN> s3://<bucket>/x <URL>" in page
     assert_private(page)
+
+
+def test_a_blip_stops_no_job(repository: Repository):
+    """AWS throttles, the login expires: the run goes on when that has passed."""
+    errors = [("ThrottlingException", "Rate exceeded"), ("ExpiredTokenException", "is expired")]
+    describe = SageMakerResponse.describe_training_job
+
+    def answer(response: SageMakerResponse) -> ActionResult:
+        if errors:
+            raise JsonRESTError(*errors.pop(0))
+        return describe(response)
+
+    repository.notebook(HELLO, job("aws-blip", STEPS), wait("aws-blip"))
+    with mock.patch.object(SageMakerResponse, "describe_training_job", answer):
+        status, output = repository.run("--yes")
+    assert not errors and status == 0 and "Stopped" not in output, output
+    assert "| aws-blip | Completed |" in repository.page()
 
 
 def test_ctrl_c_stops_also_what_is_started_meanwhile(repository: Repository):

@@ -42,9 +42,15 @@ def test_readers_wait_for_the_last_line_of_each_host(late, jobs: Jobs):
     late.log_delay_seconds = 4
     name = run(jobs)
     assert not any(line.endswith("ends") for line in jobs.log(name)), "was not late"
+    session, received = boto3.Session(), []
+    session.events.register(
+        "after-call.logs.GetLogEvents", lambda parsed, **_: received.extend(parsed["events"])
+    )
     asked = time.monotonic()
-    assert farewells(name) == 2
+    lines = monitoring.logs(name, session)
+    assert sum(line.text.endswith(" ends") for line in lines) == 2
     assert time.monotonic() - asked < 8  # no longer than for the last line, and one more look
+    assert len(received) == len(lines), "what was there already was read again"
 
 
 def test_readers_wait_for_a_log_of_which_nothing_is_there(late, jobs: Jobs):

@@ -1,6 +1,7 @@
 """Logs, step lines and status of training jobs, read from moto's CloudWatch Logs and SageMaker."""
 
 import json
+import math
 import re
 from datetime import datetime, timezone
 
@@ -176,6 +177,59 @@ def test_steps_are_a_typed_table():
     assert set(table["host"]) == {"algo-1"} and str(table["time"].dt.tz) == "UTC"
 
 
+# What a line of one's own may say, and what of it is in the table.
+OWN_LINES = {
+    "step=1 epoch=1/10 lr=1e-4, step_time_ms=12.5": {"lr": 1e-4},
+    "step=1 time=12 host=gpu7 step_time_ms=12.5": {},
+    "step=1, loss=0.5, best (acc=0.75), step_time_ms=12.5.": {"loss": 0.5, "acc": 0.75},
+    "step=1,loss=0.5,phase=train,step_time_ms=12.5": {"loss": 0.5},
+    "step=1 loss=inf aux=nan grad=-inf step_time_ms=12.5ms": {
+        "loss": math.inf,
+        "aux": math.nan,
+        "grad": -math.inf,
+    },
+    "INFO:root:step=1 loss=0.5 step_time_ms=12.5 val/loss=0.9": {"loss": 0.5, "val/loss": 0.9},
+    "step=1 step_time_ms=12.5 loss=0.5 loss=0.9 step=7": {"loss": 0.5},
+    "step=1 step_time_ms=12.5 samples_per_s=10,372.1 data_wait_ms=1.2s loss=": {},
+}
+
+
+@pytest.mark.parametrize("line", OWN_LINES)
+def test_what_else_a_step_line_says_breaks_and_replaces_nothing(line):
+    write_log("job", "algo-1", [line, STEP_LINES[0]])
+    table = monitoring.steps("job")
+    assert list(table["step"]) == [1, 10] and list(table["step_time_ms"]) == [12.5, 12.34]
+    assert list(table["host"]) == ["algo-1"] * 2 and str(table["time"].dt.tz) == "UTC"
+    read = table.drop(columns=["step", "step_time_ms", "host", "time"])
+    usual = dict.fromkeys(["epoch", "loss", "data_wait_ms", "samples_per_s"], math.nan)
+    assert read.iloc[0].to_dict() == pytest.approx(usual | OWN_LINES[line], nan_ok=True)
+    for metric in monitoring.METRIC_DEFINITIONS:  # graphed: that, or nothing
+        if found := re.search(metric["Regex"], line):
+            assert float(found[1]) == table[metric["Name"]][0]
+
+
+def test_ranks_that_print_the_same_step_are_rows_each():
+    write_log("job", "algo-1", STEP_LINES[:1] * 2)
+    write_log("job", "algo-2", STEP_LINES[:1])
+    table = monitoring.steps("job")
+    assert list(table["step"]) == [10] * 3 and set(table["host"]) == {"algo-1", "algo-2"}
+
+
+UNREADABLE = ["step=10/100 step_time_ms=12.3", "step=2 step_time_ms=1.2s", "step=3 step_time_ms="]
+
+
+@pytest.mark.parametrize("line", UNREADABLE)
+def test_a_step_line_without_its_numbers_is_named(line, capsys):
+    write_log("job", "algo-1", [*STEP_LINES, line])
+    assert list(monitoring.steps("job")["step"]) == [10, 20, 30]
+    said = f"1 of 4 step lines cannot be read, such as {line!r} of algo-1: step must be"
+    assert said in capsys.readouterr().err
+    write_log("bad", "algo-1", [line])
+    with pytest.raises(ValueError, match="1 of 1 step lines") as error:
+        monitoring.steps("bad")
+    assert repr(line) in str(error.value)
+
+
 def test_no_step_lines_is_a_clear_error():
     write_log("job", "algo-1", ["training finished after step 30: loss 0.1"])
     with pytest.raises(ValueError, match="'job' has no step lines"):
@@ -188,7 +242,8 @@ def test_logged_is_the_median_over_all_hosts():
     assert monitoring.logged("job", "workers") == 6
     assert monitoring.logged("job", "data_ms_per_sample") == 2.5
     assert monitoring.logged("job", "lr") == -0.0015
-    assert monitoring.logged("job", "version") == 1.10
+    with pytest.raises(ValueError, match="has logged a number as version="):
+        monitoring.logged("job", "version")
     with pytest.raises(ValueError, match="No host of training job 'job' has logged .* as loss="):
         monitoring.logged("job", "loss")
 

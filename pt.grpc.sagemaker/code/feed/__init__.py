@@ -4,12 +4,12 @@
 
 remote.py   the line: RemoteDataset
 epochs.py   which batch it is asked for: what torch's DataLoader knows of it
-fetch.py    which data host prepares what
+fetch.py    which data host is asked for what; host.py: one of them
 samples.py  how samples are prepared, with which random numbers
 travel.py   how the Dataset travels to the data hosts
 wire.py     how samples travel back, with dataset_feed.proto
-server.py   a data host: python -m feed.server HOST:PORT
-worker.py   its processes
+server.py   a data host: python -m feed.server HOST:PORT; front.py: what it answers
+worker.py   its processes that have Datasets
 spare.py    the cores of a training host on which one more data server runs
 """
 

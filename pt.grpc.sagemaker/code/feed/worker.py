@@ -1,6 +1,6 @@
 """The processes of a data host that have Datasets, none of which starts gRPC.
 
-    main process ─┬─ front (server.py): gRPC; hands each chunk to a free worker
+    main process ─┬─ front (front.py): gRPC; hands each chunk to a free worker
                   ├─ template of a Dataset: has it in memory, and forks ─┬─ worker
                   ├─ template of another Dataset                         ├─ worker
                   └─ ...                                                 └─ ...
