@@ -51,7 +51,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     code.mkdir()
     shutil.copytree(EXAMPLE / "code" / "hetero", code / "hetero")
     (code / "launcher.py").write_text(LAUNCHER)
-    shutil.copy(EXAMPLE / "code" / "requirements.txt", code)
     (code / "feed").mkdir()
     for name, text in TOY_SCRIPTS.items():
         (code / name).write_text(text)
@@ -139,6 +138,7 @@ def test_lines_for_torchrun(jobs: Jobs):
 
 
 def test_lines_for_sdk_v3(jobs: Jobs, project: Path):
+    shutil.copy(EXAMPLE / "code" / "requirements.txt", project / "code")
     boto3.client("s3").create_bucket(Bucket="any")
     boto3.client("s3").put_object(Bucket="any", Key="data/file", Body=b"")
     names = {"role": jobs.role, "image": "123456789012.dkr.ecr.us-east-1.amazonaws.com/any:1"}

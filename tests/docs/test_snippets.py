@@ -37,7 +37,7 @@ NAMED = {
     "pip download --only-binary=:all: --platform manylinux2014_x86_64 --python-version 3.12 "
     "-d code -r code/requirements.txt": "needs a package index; what it is for has a test",
 }
-# What AWS, pip, Python, torch and SDK v2 say, where others' words are in a page's table of troubles.
+# What AWS, pip, Python, torch and SDK v2 say, where a page's table of troubles has others' words.
 OTHERS_WORDS = [
     "CapacityError",
     "It is possible that dataloader's workers are out of shared memory.",
