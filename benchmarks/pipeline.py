@@ -52,6 +52,7 @@ def prepare_with_dataloader() -> Iterator:
 
 def batches_of(dataset: Dataset) -> Iterator:
     options = {"shuffle": True, "drop_last": True, "persistent_workers": True, "num_workers": 1}
+    options["multiprocessing_context"] = "fork"  # not as this process was started
     loader = DataLoader(dataset, BATCH_SIZE, **options)
     while True:
         yield from loader

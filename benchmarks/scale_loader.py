@@ -1,6 +1,6 @@
 """What the loader's traffic costs as hosts and ranks become more, seen from outside the processes.
 
-A batch of 64 samples and 1 MiB "takes" a worker 0.5 s, over which it sleeps, since it is the
+A batch of 64 samples and 1 MiB "takes" a worker 2 s, over which it sleeps, since it is the
 traffic that is measured, and two cores could not prepare batches for eight hosts. Data hosts, their
 workers, ranks and their DataLoader's workers are processes, and talk through sockets, as on AWS.
 """
@@ -25,16 +25,17 @@ from torch.utils.data import DataLoader, Dataset
 from feed import RemoteDataset
 
 COUNTS, RANKS = (1, 2, 4, 8), (1, 4)  # of data hosts; of ranks
-WORKERS, BATCH_SECONDS = 4, 0.5  # of a data host; of a batch, in one worker
+WORKERS, BATCH_SECONDS = 4, 2.0  # of a data host; of a batch, in one worker
 SAMPLES, FLOATS = 64, 4096  # in a batch, in a sample: 1 MiB a batch
 NUM_WORKERS = 2  # of a rank's DataLoader
-LARGE_HOSTS, LARGE_WORKERS, LARGE_SECONDS = 2, 48, 1.5  # 64 batches/s
+LARGE_HOSTS, LARGE_WORKERS, LARGE_SECONDS = 2, 48, 6.4  # 15 batches/s, together
 LARGE_NUM_WORKERS = 1, 2, 4, 8
-UNEVEN, UNEVEN_BATCHES = (32, 2), 680  # workers of a data host, and of spare cores; 10 s
+UNEVEN, UNEVEN_BATCHES = (32, 2), 170  # workers of a data host, and of spare cores; 10 s
 MOST_OF_MACHINE = 0.3  # of all cores' time: above it, what is measured is the machine
-WARM_UP_SECONDS, SECONDS = 2.5, 5.0
+WARM_UP_SECONDS, SECONDS = 2.5, 10.0
 TIMES = 3  # that something is measured at most, while others keep the machine busy
 CLIENTS, CLIENT_PROCESSES, MANY_WORKERS = 62, 2, 24  # light ones, of one server
+CLIENT_SECONDS = 0.5  # of their batches
 PAUSE_SECONDS, FROZEN_SECONDS = 2.0, 25.0  # of the slow one, each time; longer than keepalive's 20
 FROZEN_CLIENTS = 16  # in the process that freezes
 
@@ -128,7 +129,8 @@ def train(
     while order := orders.recv():
         hosts, num_workers = order
         use(*hosts)
-        stream = iter(DataLoader(RemoteDataset(Asleep(seconds)), SAMPLES, num_workers=num_workers))
+        options = {"num_workers": num_workers, "multiprocessing_context": "fork"}
+        stream = iter(DataLoader(RemoteDataset(Asleep(seconds)), SAMPLES, **options))
         while not orders.poll():
             next(stream)
             counts[number] += 1
@@ -195,12 +197,12 @@ def wait_until_all_grow(counts: Sequence[int], before: list[int], processes: lis
         time.sleep(0.1)
 
 
-def epochs(times: int = 3) -> list[float]:
+def epochs(num_workers: int = 4, times: int = 3) -> list[float]:
     """Return the seconds of epochs, the first one first, with a large and a small data host."""
     with data_hosts(*UNEVEN) as started:
         use(*started)
         dataset = RemoteDataset(Asleep(BATCH_SECONDS / SAMPLES, UNEVEN_BATCHES))
-        found, loader = [], DataLoader(dataset, SAMPLES, num_workers=NUM_WORKERS)
+        found, loader = [], DataLoader(dataset, SAMPLES, num_workers=num_workers)
         for _ in range(times):
             start = time.perf_counter()
             for _ in loader:
@@ -215,7 +217,7 @@ def take(address: str, numbers: range, counts: Sequence[int]) -> None:
     use(address)
 
     def again_and_again(number: int) -> None:
-        dataset = RemoteDataset(Asleep(BATCH_SECONDS / SAMPLES))
+        dataset = RemoteDataset(Asleep(CLIENT_SECONDS / SAMPLES))
         while True:
             dataset.__getitems__([*range(SAMPLES)])
             counts[number] += 1

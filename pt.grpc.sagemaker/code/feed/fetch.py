@@ -1,8 +1,8 @@
 """How a process of the training script gets samples from the data hosts: who is asked, and when.
 
 A batch is cut into chunks, so many that all workers of all data hosts have something to do. Each
-chunk is asked of the host that will be done with it first, by what the hosts' replies say. When a
-host fails, or a chunk is overdue, another one is asked for it, too: either answer will do.
+host is asked for as many as its workers will prepare in the same time. When it fails, or a chunk is
+overdue, another host is asked for it, too: either answer will do.
 """
 
 import math
@@ -25,6 +25,7 @@ from feed.samples import Chunk
 MOST_CALLS = 64  # at a time
 CHUNKS_PER_WORKER = 2  # one is prepared while another one travels
 OVERDUE, OVERDUE_SECONDS = 4, 0.5  # times what was expected, and at least; then 16 times, ...
+GRACE_SECONDS = 1.0  # for the other hosts to have a Dataset, so that the first has not all to do
 PAUSE_SECONDS, LOOK_SECONDS = 0.5, 0.1  # until a host that failed, or makes the Dataset, is asked
 
 own_random = random.Random()  # the training's random numbers are not for us
@@ -63,7 +64,7 @@ class Fetcher:
     def use(self, what: str, digest: bytes, upload: Callable[[], Iterator[bytes]]) -> None:
         """Fetch from the Dataset with this digest, whose pickle `upload` yields."""
         self.what, self.digest, self.upload = what, digest, upload
-        self.greeted_at = {host: 0.0 for host in self.hosts}
+        self.greeted_at, self.used_at = {host: 0.0 for host in self.hosts}, time.monotonic()
         for host in self.hosts:
             host.workers = 0
 
@@ -83,6 +84,8 @@ class Fetcher:
             Task(whole._replace(start=whole.start + start, indices=whole.indices[start:end]))
             for start, end in zip(cuts[:-1], cuts[1:], strict=True)
         ]
+        for host in self.hosts:
+            host.luck = own_random.random()
         try:
             while waiting := [task for task in tasks if not task.is_over]:
                 for task in waiting:
@@ -99,9 +102,12 @@ class Fetcher:
         return [sample for task in tasks for sample in task.samples]
 
     def wait_for_host(self) -> None:
-        """Wait until a host has the Dataset."""
+        """Wait until a host has the Dataset, and at first a moment more for the others."""
         self.since = time.monotonic()
-        while not self.ready():
+        while not (ready := self.ready()) or (
+            time.monotonic() < self.used_at + GRACE_SECONDS
+            and not all(host in ready or host.failure for host in self.hosts)
+        ):
             self.take()
 
     def ready(self) -> list[Host]:
@@ -113,11 +119,12 @@ class Fetcher:
         return [host for host in self.hosts if host.workers]
 
     def ask(self, task: Task) -> None:
-        """Ask the host for a chunk that will be done with it first, if there is one."""
+        """Ask the host for a chunk that has least to do, if there is one."""
         hosts, samples = self.ready(), len(task.chunk.indices)
         hosts = [host for host in hosts if host not in task.asked] or hosts
         if hosts:
-            host = min(hosts, key=lambda host: host.expected(samples) * own_random.uniform(1, 1.1))
+            usual = max(host.seconds for host in hosts) or 1.0  # for one that has not answered yet
+            host = min(hosts, key=lambda host: host.load() * (host.seconds or usual))
             known = host.expected(samples) if host.seconds else math.inf
             patience = max(OVERDUE_SECONDS, known * OVERDUE ** (len(task.asked) + 1))
             task.due = time.monotonic() + patience

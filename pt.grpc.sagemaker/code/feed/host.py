@@ -43,6 +43,7 @@ class Host:
         self.heard_at = time.monotonic()  # its last sign of life
         self.workers = 0  # until it has the Dataset
         self.asked, self.others = 0, 0  # chunks that it is asked for: by us; by others, lately
+        self.luck = 0.0  # see load
         self.seconds = 0.0  # that a worker takes for a sample, lately
 
     def share(self) -> float:
@@ -53,6 +54,14 @@ class Host:
         if self.address.startswith("unix"):  # a server on this host, for its own ranks
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return self.workers / ranks
+
+    def load(self) -> float:
+        """Return how many chunks it is asked for already, for each of its workers that are ours.
+
+        And a part of one more, by chance, drawn for each batch: no process knows what others ask a
+        host for meanwhile, and a host of few workers is not to get a chunk of each.
+        """
+        return (self.asked + self.luck) / self.share()
 
     def expected(self, samples: int) -> float:
         """Return the seconds in which it would be done with so many samples more."""

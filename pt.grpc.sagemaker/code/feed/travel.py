@@ -22,7 +22,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from feed.wire import FRAME, is_plain, of_main
+from feed.wire import FRAME, MAIN, is_plain, of_main
 
 GENERATORS = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
 SIMPLE = int, float, str, bytes, bool, type(None), type, ModuleType, FunctionType
@@ -55,13 +55,13 @@ class DatasetPickler(cloudpickle.Pickler):
             place = value.shape, value.stride(), value.storage_offset()
             value = value.resolve_conj().resolve_neg()
             return view, (whole, str(value.dtype)[6:], *place)
-        elif isinstance(value, type) and value.__module__ == "__main__":
+        elif isinstance(value, type) and value.__module__ in MAIN:
             if self.stays_here and "<locals>" not in value.__qualname__:
                 return of_main, (value.__qualname__,)
             # Its random id would make the Dataset another one in each rank.
             trackers = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
             trackers.setdefault(value, f"__main__.{value.__qualname__}")
-        elif isinstance(value, FunctionType) and value.__module__ == "__main__":
+        elif isinstance(value, FunctionType) and value.__module__ in MAIN:
             for name in value.__code__.co_names:
                 used = value.__globals__.get(name)
                 if not isinstance(used, SIMPLE):

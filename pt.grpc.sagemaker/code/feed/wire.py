@@ -45,6 +45,7 @@ FRAME = 1 << 20  # bytes in one message
 ALIGNMENT = 64  # of each tensor's memory
 SMALL = 1024  # bytes; less stays in the pickle
 NONCE, DIGEST = 16, 32  # bytes
+MAIN = "__main__", "__mp_main__"  # the training script; the latter in a process that was spawned
 KEEPALIVE = [  # of both sides, to notice within 20 s a peer that hangs or has gone
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -110,7 +111,7 @@ class SamplePickler(pickle.Pickler):
             flat = value.resolve_conj().resolve_neg().contiguous().reshape(-1)
             buffer = pickle.PickleBuffer(flat.view(torch.uint8).numpy())
             return tensor, (buffer, str(value.dtype)[6:], tuple(value.shape))
-        if isinstance(value, type) and value.__module__ == "__main__":
+        if isinstance(value, type) and value.__module__ in MAIN:
             return of_main, (value.__qualname__,)  # the training script's: here it came by value
         return NotImplemented
 
