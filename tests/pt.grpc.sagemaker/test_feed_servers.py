@@ -65,13 +65,10 @@ def test_port_in_use_is_refused(start):
     assert serves(host)
 
 
-@pytest.mark.parametrize(
-    "token, workers, words", [("", 1, "HETERO_TOKEN must be the job's token"), (TOKEN, 0, "1 or")]
-)
-def test_wrong_arguments_are_refused(start, token, workers, words):
-    host = start(token=token, workers=workers)
+def test_a_server_without_a_token_is_refused(start):
+    host = start(token="")
     assert host.process.wait(timeout=60) == 2
-    assert words in host.said()
+    assert "HETERO_TOKEN must be the job's token" in host.said()
 
 
 @pytest.mark.thorough
@@ -199,7 +196,7 @@ CLIENT = f"""if True:
         print("batch", flush=True)"""
 
 
-@pytest.mark.parametrize("end", ["kill", "suspend"])
+@pytest.mark.parametrize("end", [pytest.param("kill", marks=pytest.mark.thorough), "suspend"])
 def test_a_client_that_dies_or_hangs_in_mid_transfer_does_not_hold_up_others(start, end):
     [host] = up(start())
     environment = {"HETERO_DATA_HOSTS": host.address, "HETERO_TOKEN": TOKEN}
@@ -243,12 +240,11 @@ def test_samples_of_more_than_a_gibibyte(start):
 # Its end
 
 
-@pytest.mark.parametrize("signals", [1, 5])
-def test_sigterm_to_all_of_a_busy_host_s_processes_ends_them_soon(start, signals):
+def test_sigterm_to_all_of_a_busy_host_s_processes_ends_them_soon(start):
     [host] = up(start(workers=2))
     waiting = keep_busy(host)
     processes = host.processes()
-    for _ in range(signals):  # as the launcher sends it, and perhaps SageMaker, too
+    for _ in range(5):  # as the launcher sends it, and perhaps SageMaker, too
         os.killpg(host.process.pid, signal.SIGTERM)
         time.sleep(0.02)
     assert host.process.wait(timeout=30) == 0
