@@ -102,7 +102,7 @@ def test_a_training_host_serves_its_own_ranks_and_survives_its_server_s_end(jobs
         hyperparameters={"spare-cores": 1},
         groups={"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)},
     )
-    serving = f"feed: serving at unix-abstract:{job.host('dnn_group', 0)}:"
+    serving = f"serving at unix-abstract:{job.host('dnn_group', 0)}:"
     jobs.wait_for_log(job.name, serving)
     server = job.process("feed.server", host=job.host("dnn_group", 0))
     wait_until(lambda: os.sched_getscheduler(server.pid) == os.SCHED_IDLE)
