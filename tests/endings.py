@@ -149,7 +149,8 @@ class Running:
         """Stop all processes of a host, its launcher first: it keeps its connections, silent."""
         self.launcher(group, number).suspend()
         for process in self.processes(host=self.host(group, number)):
-            process.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's, whose epoch is over
+                process.suspend()
 
     def kill_data_servers(self, numbers: list[int], times: int) -> None:
         """Kill the data servers of some data hosts, again each time they are back."""

@@ -39,7 +39,10 @@ def job(jobs: Jobs) -> Running:
 @pytest.fixture
 def unharmed(job: Running):
     """After the test training goes on, and no process has grown much."""
-    before = {process: process.memory_info().rss for process in job.processes()}
+    before = {}
+    for process in job.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's, whose epoch is over
+            before[process] = process.memory_info().rss
     yield
     step = last_step(job)
     deadline = time.monotonic() + 30
@@ -48,7 +51,7 @@ def unharmed(job: Running):
         time.sleep(0.3)
     grown = {}
     for process, size in before.items():
-        with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's, whose epoch is over
+        with contextlib.suppress(psutil.NoSuchProcess):
             grown[process] = process.memory_info().rss - size
     assert max(grown.values()) < GIVEN_UP, grown
 
@@ -59,8 +62,11 @@ def last_step(job: Running) -> int:
 
 def listeners(job: Running) -> list[tuple[str, int]]:
     """Where the job's processes listen: launcher, rank 0, data servers, and gloo in each rank."""
-    connections = [c for process in job.processes() for c in process.net_connections("tcp")]
-    found = {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+    found = set()
+    for process in job.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's, whose epoch is over
+            connections = process.net_connections("tcp")
+            found |= {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
     return [("127.0.0.1" if ip in ("0.0.0.0", "::") else ip, port) for ip, port in found]
 
 
