@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import demo  # noqa: E402
 import nbformat  # noqa: E402
-from transfer import write_results  # noqa: E402
+from common import write_results  # noqa: E402
 
 LEAST_SPEED_UP = 1.4
 LEAST_SHARE = 0.9  # of the ideal

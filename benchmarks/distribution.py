@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from transfer import ROOT, at_least_two_cores, free_port, write_results
+from common import ROOT, at_least_two_cores, free_port, write_results
 
 CODE = ROOT / "tf.data.service.sagemaker" / "code"
 REPLICA = ROOT / ".containers" / "tensorflow-2.12" / "bin" / "python"

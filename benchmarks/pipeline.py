@@ -7,7 +7,6 @@ DataLoader, and by Ray Data; the consumer does nothing with the batches. All are
 ten times, and the medians compared. benchmarks/README.md says more.
 """
 
-import itertools
 import logging
 import multiprocessing
 import os
@@ -20,14 +19,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from common import at_least_two_cores, data_host, use, write_results
+from torch.utils.data import DataLoader, Dataset
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "pt.grpc.sagemaker" / "code")]
-
-from transfer import TOKEN, at_least_two_cores, free_port, wait_for, write_results  # noqa: E402
-
-from dataset import MnistDataset  # noqa: E402
+from dataset import MnistDataset
+from feed import RemoteDataset
 
 TIMES, SECONDS, WARM_UP = 10, 3.0, 5  # measured each time; batches
 BATCH_SIZE, AUGMENT = 128, 2
@@ -45,28 +41,19 @@ def make_dataset() -> MnistDataset:
         return MnistDataset(folder, augment=AUGMENT)
 
 
-def serve_ours(address: str) -> None:
-    from feed.server import serve
-
-    serve(make_dataset(), address, TOKEN)  # a worker process for each core that it is pinned to
-
-
-def receive_ours(address: str) -> Iterator:
-    from feed.batches import BatchKeys, as_is
-    from feed.client import RemoteBatches, RemoteDataset
-
-    dataset = RemoteDataset([address], TOKEN)
-    keys = BatchKeys(BatchSampler(RandomSampler(dataset), BATCH_SIZE, drop_last=True))
-    loader = DataLoader(RemoteBatches(dataset, keys), batch_size=None, collate_fn=as_is)
-    for epoch in itertools.count():
-        keys.set_epoch(epoch)
-        yield from loader
+def prepare_remotely(address: str) -> Iterator:
+    use(address)
+    yield from batches_of(RemoteDataset(make_dataset()))
 
 
 def prepare_with_dataloader() -> Iterator:
-    workers = len(os.sched_getaffinity(0))
-    options = {"shuffle": True, "drop_last": True, "persistent_workers": True}
-    loader = DataLoader(make_dataset(), BATCH_SIZE, num_workers=workers, **options)
+    yield from batches_of(make_dataset())
+
+
+def batches_of(dataset: Dataset) -> Iterator:
+    options = {"shuffle": True, "drop_last": True, "persistent_workers": True, "num_workers": 1}
+    options["multiprocessing_context"] = "fork"  # not as this process was started
+    loader = DataLoader(dataset, BATCH_SIZE, **options)
     while True:
         yield from loader
 
@@ -103,12 +90,6 @@ def prepare_with_ray() -> Iterator:
         yield batch["images"], batch["labels"]
 
 
-def pinned(core: int, serve: Callable, *arguments) -> None:
-    """The data host's process."""
-    os.sched_setaffinity(0, {core})
-    serve(*arguments)
-
-
 def measure(pipe: Connection, core: int, prepare: Callable, *arguments) -> None:
     """A consumer's process: whenever asked to, measure samples per second."""
     os.sched_setaffinity(0, {core})
@@ -126,43 +107,42 @@ def measure(pipe: Connection, core: int, prepare: Callable, *arguments) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    """Measure; print a table; fail if a target is missed."""
-    cores = at_least_two_cores()
-    address, spawn = f"127.0.0.1:{free_port()}", multiprocessing.get_context("spawn")
-    data_host = spawn.Process(target=pinned, args=(cores[0], serve_ours, address))
-    data_host.start()
-    wait_for(int(address.split(":")[1]))
-    ways = {
-        OURS: (cores[-1], receive_ours, address),
-        DATALOADER: (cores[0], prepare_with_dataloader),
-        RAY: (cores[0], prepare_with_ray),
-    }
-    found: dict[str, list[float]] = {way: [] for way in ways}
-    processes, folder = [data_host], tempfile.TemporaryDirectory()
-    os.environ["RAY_TMPDIR"] = folder.name  # Ray does not remove what it writes there
+def measure_in_turn(ways: dict[str, tuple]) -> dict[str, list[float]]:
+    """Return samples per second, each time; ways: core, function and its arguments."""
+    found, pipes, processes = {way: [] for way in ways}, {}, []
+    spawn = multiprocessing.get_context("spawn")
     try:
-        # Ray Data by itself, since its own processes are never quite idle.
-        for group in ([OURS, DATALOADER], [RAY]):
-            pipes = {}
-            for way in group:
-                pipes[way], its = spawn.Pipe()
-                processes.append(spawn.Process(target=measure, args=(its, *ways[way])))
-                processes[-1].start()
-                its.close()  # so that its end is noticed here
-            for _ in range(TIMES):
-                for way, pipe in pipes.items():
-                    pipe.send(True)
-                    found[way].append(pipe.recv())
-            for pipe in pipes.values():
-                pipe.send(False)
-            for process in processes[1:]:
-                process.join()
+        for way, how in ways.items():
+            pipes[way], its = spawn.Pipe()
+            processes.append(spawn.Process(target=measure, args=(its, *how)))
+            processes[-1].start()
+            its.close()  # so that its end is noticed here
+        for _ in range(TIMES):
+            for way, pipe in pipes.items():
+                pipe.send(True)
+                found[way].append(pipe.recv())
+        for pipe in pipes.values():
+            pipe.send(False)
+        for process in processes:
+            process.join()
     finally:  # else Python would wait for them
         for process in processes:
             process.terminate()
             process.join()
-        folder.cleanup()
+    return found
+
+
+def main() -> None:
+    """Measure; print a table; fail if a target is missed."""
+    first, *_, last = at_least_two_cores()
+    with data_host(1, "taskset", "--cpu-list", str(first), sys.executable) as (address, _):
+        found = measure_in_turn(
+            {OURS: (last, prepare_remotely, address), DATALOADER: (first, prepare_with_dataloader)}
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["RAY_TMPDIR"] = folder  # Ray does not remove what it writes there
+        # By itself, since its own processes are never quite idle.
+        found |= measure_in_turn({RAY: (first, prepare_with_ray)})
 
     medians = {way: median(values) for way, values in found.items()}
     print(f"\nSamples per second, prepared on one core of this machine, medians of {TIMES}:\n")

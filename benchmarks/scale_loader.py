@@ -1,18 +1,14 @@
 """What the loader's traffic costs as hosts and ranks become more, seen from outside the processes.
 
-A batch of 1 MiB "takes" 0.5 s: a worker sleeps, since it is the traffic that is measured, and two
-cores could not prepare batches for eight hosts. Data hosts, their workers and ranks are processes
-of their own, and talk through sockets, as on AWS.
-
-Run with an address, this file is a data host: `python scale_loader.py HOST:PORT WORKERS SECONDS`.
+A batch of 64 samples and 1 MiB "takes" a worker 2 s, over which it sleeps, since it is the
+traffic that is measured, and two cores could not prepare batches for eight hosts. Data hosts, their
+workers, ranks and their DataLoader's workers are processes, and talk through sockets, as on AWS.
 """
 
 import contextlib
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,37 +19,39 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from common import cpu_seconds, data_hosts, family, free_port, use
 from torch.utils.data import DataLoader, Dataset
-from transfer import TOKEN, free_port
 
-from feed.batches import BatchKeys, as_is
-from feed.client import RemoteBatches, RemoteDataset
-from feed.server import serve
-from feed.wire import SERVICE, build, fill, messages
+from feed import RemoteDataset
 
-COUNTS = 1, 2, 4, 8  # of data hosts, and of ranks
-WORKERS, BATCH_SECONDS, FLOATS = 4, 0.5, 262_144  # of a data host; of a batch; in a batch: 1 MiB
-LARGE_HOSTS, LARGE_WORKERS = 2, 48  # more workers than a rank may have calls open
+COUNTS, RANKS = (1, 2, 4, 8), (1, 4)  # of data hosts; of ranks
+WORKERS, BATCH_SECONDS = 4, 2.0  # of a data host; of a batch, in one worker
+SAMPLES, FLOATS = 64, 4096  # in a batch, in a sample: 1 MiB a batch
+NUM_WORKERS = 2  # of a rank's DataLoader
+LARGE_HOSTS, LARGE_WORKERS, LARGE_SECONDS = 2, 48, 25.6  # 3.75 batches/s, together
+LARGE_NUM_WORKERS = 1, 2, 4, 8
+UNEVEN, UNEVEN_BATCHES = (32, 2), 170  # workers of a data host, and of spare cores; 10 s
 MOST_OF_MACHINE = 0.3  # of all cores' time: above it, what is measured is the machine
-WARM_UP_SECONDS, SECONDS = 2.5, 5.0
+WARM_UP_SECONDS, SECONDS, LARGE_WATCHED = 2.5, 20.0, 30.0
 TIMES = 3  # that something is measured at most, while others keep the machine busy
 CLIENTS, CLIENT_PROCESSES, MANY_WORKERS = 62, 2, 24  # light ones, of one server
-PAUSE_SECONDS, FROZEN_SECONDS = 2.0, 25.0  # of the slow one, each batch; longer than keepalive's 20
-FROZEN_CALLS = 16  # batches that the frozen client has asked for, more than sockets hold
+CLIENT_SECONDS = 1.0  # of their batches
+PAUSE_SECONDS, FROZEN_SECONDS = 2.0, 25.0  # of the slow one, each time; longer than keepalive's 20
+FROZEN_CLIENTS = 16  # in the process that freezes
 
 
 class Asleep(Dataset):
-    """Batches of 1 MiB that take so many seconds each, and hardly any CPU time."""
+    """Samples that take so many seconds each, and hardly any CPU time."""
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
+    def __init__(self, seconds: float, batches: int = 1_000_000):
+        self.seconds, self.batches = seconds, batches
 
     def __len__(self) -> int:
-        return 1_000_000
+        return self.batches * SAMPLES
 
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+    def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(self.seconds)
-        return [torch.zeros(FLOATS) for _ in indices]
+        return torch.zeros(FLOATS)
 
 
 @dataclass
@@ -64,11 +62,11 @@ class Traffic:
     batches: list[int]  # of each client
     machine: float  # of all cores' time, whoever took it
     server_ms: float  # of CPU time for a batch, at all servers and their workers
-    client_ms: float  # at all clients
+    client_ms: float  # at all clients and their workers
     connections: int  # from clients to servers
     server_threads: int  # of the process that has most
     client_threads: int
-    client_mib: int  # resident, of the process that has most
+    client_mib: int  # of one client and its workers, memory that they share counted once
 
     @property
     def rate(self) -> float:
@@ -84,25 +82,25 @@ def watch(
     counts: batches that each client has received, which go on growing.
     """
     sides = [[psutil.Process(pid) for pid in pids] for pids in (servers, clients)]
-    families = [[p for top in side for p in (top, *top.children(recursive=True))] for side in sides]
+    families = [[p for top in side for p in family(top)] for side in sides]
 
     def look() -> tuple:
-        cpu = [sum(sum(p.cpu_times()[:2]) for p in family) for family in families]
         machine = psutil.cpu_times()
         total = sum(machine[:8])  # without guests', which are in users' already
-        return time.perf_counter(), total, total - machine.idle - machine.iowait, *cpu
+        busy = total - machine.idle - machine.iowait
+        return time.perf_counter(), total, busy, *map(cpu_seconds, families)
 
     before, batches_before = look(), list(counts)
     time.sleep(seconds)
     batches = [after - old for after, old in zip(counts, batches_before, strict=True)]
     passed, total, busy, *cpu = (new - old for new, old in zip(look(), before, strict=True))
-    tcp = [[c for p in family for c in p.net_connections("tcp")] for family in families]
+    tcp = [[c for p in group for c in p.net_connections("tcp")] for group in families]
     ports = {c.laddr.port for c in tcp[0] if c.status == psutil.CONN_LISTEN}
-    threads = [max(p.num_threads() for p in family) for family in families]
-    each = [1000 * cpu_seconds / max(1, sum(batches)) for cpu_seconds in cpu]
+    threads = [max(p.num_threads() for p in group) for group in families]
+    each = [1000 * seconds / max(1, sum(batches)) for seconds in cpu]
     connections = sum(c.status == psutil.CONN_ESTABLISHED and c.raddr.port in ports for c in tcp[1])
-    mib = max(p.memory_info().rss for p in families[1]) >> 20
-    return Traffic(passed, batches, busy / total, *each, connections, *threads, mib)
+    mib = sum(p.memory_full_info().pss for p in families[1]) / len(clients) / 2**20
+    return Traffic(passed, batches, busy / total, *each, connections, *threads, int(mib))
 
 
 def quietly(measure: Callable[[], Any]) -> Any:
@@ -114,45 +112,36 @@ def quietly(measure: Callable[[], Any]) -> Any:
     return found
 
 
-@contextlib.contextmanager
-def data_hosts(count: int, workers: int, rate: float) -> Iterator[dict[str, int]]:
-    """Run this file as so many data hosts; give their addresses with their process ids.
+def train(
+    number: int,
+    ranks: int,
+    port: int,
+    seconds: float,
+    orders: Connection,
+    counts: Sequence[int],
+) -> None:
+    """A rank: take batches from the hosts that the last order names, as fast as they come.
 
-    rate: batches per second that the workers of one can prepare together.
+    seconds: that a sample takes.
     """
-    hosts: dict[str, subprocess.Popen] = {}
-    try:
-        for _ in range(count):
-            address = f"127.0.0.1:{free_port()}"
-            command = [sys.executable, __file__, address, str(workers), str(workers / rate)]
-            hosts[address] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        for host in hosts.values():
-            assert "serving" in host.stdout.readline()
-        yield {address: host.pid for address, host in hosts.items()}
-    finally:
-        for host in hosts.values():
-            host.terminate()
-            host.communicate()
-
-
-def train(number: int, ranks: int, port: int, orders: Connection, counts: Sequence[int]) -> None:
-    """A rank: take batches from the hosts that the last order names, as fast as they come."""
     meeting = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=ranks)
-    while hosts := orders.recv():
-        batches = RemoteBatches(RemoteDataset(hosts, TOKEN), BatchKeys([[0]] * 1_000_000))
-        stream = iter(DataLoader(batches, batch_size=None, collate_fn=as_is))
+    while order := orders.recv():
+        hosts, num_workers = order
+        use(*hosts)
+        options = {"num_workers": num_workers, "multiprocessing_context": "fork"}
+        stream = iter(DataLoader(RemoteDataset(Asleep(seconds)), SAMPLES, **options))
         while not orders.poll():
             next(stream)
             counts[number] += 1
-        del stream  # ends its threads and connections
+        del stream  # ends its workers
 
 
 @contextlib.contextmanager
 def children(work, rows: Sequence[tuple]) -> Iterator[list[multiprocessing.Process]]:
     """Run `work` with each row of arguments in processes that have imported what this one has."""
     context = multiprocessing.get_context("forkserver")
-    processes = [context.Process(target=work, args=row, daemon=True) for row in rows]
+    processes = [context.Process(target=work, args=row) for row in rows]
     try:
         for process in processes:
             process.start()
@@ -170,31 +159,36 @@ def counters(count: int) -> Sequence[int]:
 
 def grid(
     hosts: Sequence[int] = COUNTS,
-    ranks: Sequence[int] = COUNTS,
+    ranks: Sequence[int] = RANKS,
     workers: int = WORKERS,
-    rate: float = WORKERS / BATCH_SECONDS,
-) -> dict[tuple[int, int], Traffic]:
-    """Return the traffic of all these numbers of data hosts and ranks.
+    seconds: float = BATCH_SECONDS,
+    num_workers: Sequence[int] = (NUM_WORKERS,),
+    watched: float = SECONDS,
+) -> dict[tuple[int, int, int], Traffic]:
+    """Return the traffic of all these numbers of data hosts, ranks, and DataLoader workers of each.
 
-    workers, rate: of a data host, and the batches per second that they can prepare together.
+    workers, seconds: of a data host, and that a batch takes in one. watched: seconds of each row.
     """
     found = {}
-    with data_hosts(max(hosts), workers, rate) as started:
-        addresses, servers = [*started], [*started.values()]
+    with data_hosts(*[workers] * max(hosts)) as started:
+        addresses, servers = [*started], [host.pid for host in started.values()]
         for world_size in ranks:
             counts, port = counters(world_size), free_port()
             pipes = [multiprocessing.Pipe() for _ in range(world_size)]
-            rows = [(n, world_size, port, theirs, counts) for n, (_, theirs) in enumerate(pipes)]
+            each = world_size, port, seconds / SAMPLES
+            rows = [(n, *each, theirs, counts) for n, (_, theirs) in enumerate(pipes)]
             with children(train, rows) as processes:
                 clients = [process.pid for process in processes]
-                for count in hosts:
+                for count, own in [(count, own) for count in hosts for own in num_workers]:
                     before = list(counts)
                     for ours, _ in pipes:
-                        ours.send(addresses[:count])
+                        ours.send((addresses[:count], own))
                     wait_until_all_grow(counts, before, processes)
-                    time.sleep(WARM_UP_SECONDS + workers / rate)
-                    found[count, world_size] = quietly(
-                        lambda count=count, of=(clients, counts): watch(servers[:count], *of)
+                    time.sleep(WARM_UP_SECONDS + seconds)
+                    found[count, world_size, own] = quietly(
+                        lambda count=count, of=(clients, counts, watched): watch(
+                            servers[:count], *of
+                        )
                     )
     return found
 
@@ -206,29 +200,44 @@ def wait_until_all_grow(counts: Sequence[int], before: list[int], processes: lis
         time.sleep(0.1)
 
 
-def take(address: str, numbers: range, calls: int, pause: float, counts: Sequence[int]) -> None:
-    """Be light clients, each a connection with `calls` threads that take one batch after the other.
+def epochs(num_workers: int = 4, times: int = 3) -> list[float]:
+    """Return the seconds of epochs, the first one first, with a large and a small data host."""
+    with data_hosts(*UNEVEN) as started:
+        use(*started)
+        dataset = RemoteDataset(Asleep(BATCH_SECONDS / SAMPLES, UNEVEN_BATCHES))
+        found, loader = [], DataLoader(dataset, SAMPLES, num_workers=num_workers)
+        for _ in range(times):
+            start = time.perf_counter()
+            for _ in loader:
+                pass
+            found.append(time.perf_counter() - start)
+    return found
 
-    pause: seconds between a batch's header and the rest, which waits at the server meanwhile.
-    """
-    dataset = RemoteDataset([address], TOKEN)
-    request = messages.BatchRequest(fingerprint=dataset.description.fingerprint, indices=[0])
 
-    def again_and_again(number: int, ask) -> None:
+def take(address: str, numbers: range, counts: Sequence[int]) -> None:
+    """Be so many light clients, each a thread that takes one batch after the other."""
+    os.environ["WORLD_SIZE"] = str(CLIENTS)  # for each, a batch is one chunk
+    use(address)
+
+    def again_and_again(number: int) -> None:
+        dataset = RemoteDataset(Asleep(CLIENT_SECONDS / SAMPLES))
         while True:
-            call, memory = ask(request, metadata=dataset.metadata), []
-            header = messages.BatchHeader.FromString(next(call))
-            time.sleep(pause)
-            build(header.batch, memory)
-            fill(memory, call)
+            dataset.__getitems__([*range(SAMPLES)])
             counts[number] += 1
 
     for number in numbers:
-        channel = dataset.hosts[0].connect()
-        ask = channel.unary_stream(f"/{SERVICE}/Batch", messages.BatchRequest.SerializeToString)
-        for _ in range(calls):
-            threading.Thread(target=again_and_again, args=(number, ask), daemon=True).start()
+        threading.Thread(target=again_and_again, args=(number,), daemon=True).start()
     threading.Event().wait()
+
+
+def stop_and_go(pid: int) -> None:
+    """Have a process run for a moment, every PAUSE_SECONDS, until it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(PAUSE_SECONDS)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(PAUSE_SECONDS / 10)
 
 
 def clients_of_one_server(seconds: float = FROZEN_SECONDS) -> dict[str, Traffic]:
@@ -236,23 +245,19 @@ def clients_of_one_server(seconds: float = FROZEN_SECONDS) -> dict[str, Traffic]
 
     What it says of clients is of the 62.
     """
-    with data_hosts(1, MANY_WORKERS, MANY_WORKERS / BATCH_SECONDS) as hosts:
+    with data_hosts(MANY_WORKERS) as hosts:
         [(address, server)] = hosts.items()
-        counts, others = counters(CLIENTS), counters(2)
+        counts, others = counters(CLIENTS), counters(1 + FROZEN_CLIENTS)
         share = CLIENTS // CLIENT_PROCESSES
-        numbers = [range(n, n + share) for n in range(0, CLIENTS, share)]
-        rows = [(address, some, 1, 0.0, counts) for some in numbers]
-        slow, frozen = (address, range(1), 1, PAUSE_SECONDS, others), (address, range(1, 2))
+        rows = [(address, range(n, n + share), counts) for n in range(0, CLIENTS, share)]
         with children(take, rows) as processes:
             clients = [process.pid for process in processes]
             wait_until_all_grow(counts, [0] * CLIENTS, processes)
-            alone = quietly(lambda: watch([server], clients, counts))
-            with children(take, [slow, (*frozen, FROZEN_CALLS, 0.0, others)]) as (_, freezing):
-                wait_until_all_grow(others, [0, 0], processes)
-                os.kill(freezing.pid, signal.SIGSTOP)
-                beside = watch([server], clients, counts, seconds)
+            alone = quietly(lambda: watch([server.pid], clients, counts))
+            numbers = range(1), range(1, 1 + FROZEN_CLIENTS)
+            with children(take, [(address, some, others) for some in numbers]) as (slow, frozen):
+                wait_until_all_grow(others, [0] * len(others), [slow, frozen])
+                os.kill(frozen.pid, signal.SIGSTOP)
+                threading.Thread(target=stop_and_go, args=(slow.pid,), daemon=True).start()
+                beside = watch([server.pid], clients, counts, seconds)
     return {"62 clients": alone, "and a slow, and a frozen one": beside}
-
-
-if __name__ == "__main__":
-    serve(Asleep(float(sys.argv[3])), sys.argv[1], TOKEN, num_workers=int(sys.argv[2]))

@@ -22,11 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+from common import CODE
 
-CODE = Path(__file__).resolve().parent.parent / "pt.grpc.sagemaker" / "code"
-sys.path.append(str(CODE))
-from hetero.host import Host  # noqa: E402
-from hetero.topology import Cluster  # noqa: E402
+from hetero.host import Host
+from hetero.topology import Cluster
 
 HOLD_SECONDS, TRAINING_SECONDS, WATCHED_SECONDS = 4.0, 8.0, 4.0
 LIMIT_SECONDS = 120

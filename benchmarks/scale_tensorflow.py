@@ -2,7 +2,7 @@
 
 The dispatcher and its workers are in one process, and the consumers, processes of their own, are
 the ranks of one job: each batch goes to one of them. A worker prepares as many batches of 1 MiB at
-a time as a data host does there, and sleeps as long over each.
+a time as a data host does there, and sleeps over each.
 """
 
 import multiprocessing
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from scale_loader import (
-    BATCH_SECONDS,
     FLOATS,
+    SAMPLES,
     WARM_UP_SECONDS,
     WORKERS,
     Traffic,
@@ -24,6 +24,7 @@ from scale_loader import (
 )
 
 COUNTS, CONSUMERS = (2, 4, 8), 4  # of workers; of ranks
+BATCH_SECONDS = 0.5  # that each of a worker's batches takes
 FILE_BATCHES = 1000  # batches that a worker makes of what the dispatcher gives it at a time
 
 
@@ -48,7 +49,7 @@ def consume(number: int, orders: Connection, counts: Sequence[int]) -> None:
 
     def batches(file) -> tf.data.Dataset:
         dataset = tf.data.Dataset.range(FILE_BATCHES).apply(testing.sleep(int(1e6 * BATCH_SECONDS)))
-        return dataset.map(lambda n: tf.fill([FLOATS], tf.cast(n, tf.float32)))
+        return dataset.map(lambda n: tf.fill([SAMPLES * FLOATS], tf.cast(n, tf.float32)))
 
     service = tf.data.experimental.service
     while order := orders.recv():

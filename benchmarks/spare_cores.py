@@ -9,63 +9,44 @@ second? Then the training computes 30 ms a step on its core, and the server of i
 last core busy: how much longer is a step, without the wait for its batch?
 """
 
-import contextlib
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from statistics import median
 
-CODE = Path(__file__).resolve().parent.parent / "pt.grpc.sagemaker" / "code"
-sys.path[:0] = [str(CODE), str(Path(__file__).resolve().parent)]
+import torch
+from common import CODE, at_least_two_cores, data_host, use, write_results
+from torch.utils.data import DataLoader, Dataset
 
-import torch  # noqa: E402
-from torch.utils.data import DataLoader, Dataset  # noqa: E402
-from transfer import TOKEN, at_least_two_cores, free_port, write_results  # noqa: E402
-
-from feed.batches import BatchKeys, as_is  # noqa: E402
-from feed.client import RemoteBatches, RemoteDataset  # noqa: E402
-from feed.server import serve  # noqa: E402
+from feed import RemoteDataset
 
 OWN = f"unix-abstract:benchmark {os.getpid()}"  # the training host's own server
 BATCH_SECONDS, ACCELERATOR_SECONDS, STEP_SECONDS = 0.040, 0.010, 0.030
+BATCH_SIZE = 8
 WARM_UP, STEPS, TIMES = 30, 150, 5
 MORE, LONGER = 1.6, 0.03  # steps per second with the spare core, at least; of a step, at most
 
 
 class Work(Dataset):
-    """Batches of 1 MB that take BATCH_SECONDS of CPU time each."""
+    """Samples that take CPU time: BATCH_SECONDS for BATCH_SIZE of them, which are 1 MB."""
 
     def __len__(self) -> int:
-        return 1_000_000
+        return (WARM_UP + STEPS) * BATCH_SIZE
 
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        until = time.process_time() + BATCH_SECONDS
+    def __getitem__(self, index: int) -> torch.Tensor:
+        until = time.process_time() + BATCH_SECONDS / BATCH_SIZE
         while time.process_time() < until:
             sum(range(1000))
-        return [torch.zeros(262_144) for _ in indices]
-
-
-@contextlib.contextmanager
-def serving(address: str, *start: str) -> Iterator[None]:
-    """Run this file as a data server; start: what the command line begins with."""
-    command = [*start, __file__, address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert "serving" in server.stdout.readline()
-            yield
-        finally:
-            server.terminate()
+        return torch.zeros(262_144 // BATCH_SIZE)
 
 
 def train(hosts: list[str], step: Callable[[], object]) -> tuple[float, float]:
     """Return the seconds of a step with its wait for data, and without: means over STEPS."""
-    keys = BatchKeys([[0]] * (WARM_UP + STEPS))
-    batches = RemoteBatches(RemoteDataset(hosts, TOKEN), keys)
+    use(*hosts)
     computing = 0.0
-    for number, _ in enumerate(DataLoader(batches, batch_size=None, collate_fn=as_is)):
+    loader = DataLoader(RemoteDataset(Work()), BATCH_SIZE, num_workers=2)
+    for number, _ in enumerate(loader):
         if number == WARM_UP:
             start, computing = time.perf_counter(), 0.0
         begun = time.perf_counter()
@@ -94,19 +75,16 @@ def main() -> None:
     """Measure in turns; print medians; fail if a target is missed."""
     first, *_, last = at_least_two_cores()
     os.sched_setaffinity(0, {first})
-    data_host = f"127.0.0.1:{free_port()}"
-    spare = [sys.executable, str(CODE / "feed" / "spare.py")]
     accelerator, cpu = (lambda: time.sleep(ACCELERATOR_SECONDS)), compute()
-    with serving(data_host, "taskset", "--cpu-list", str(last), sys.executable):
-        found: dict[str, list[float]] = {"more": [], "longer": []}
-        with serving(OWN, *spare, str(first)):
-            for _ in range(TIMES):
-                alone, both = (train(h, accelerator)[0] for h in ([data_host], [OWN, data_host]))
-                found["more"].append(alone / both)
-        with serving(OWN, *spare, str(last)):
-            for _ in range(TIMES):
-                alone, both = (train(h, cpu)[1] for h in ([data_host], [OWN, data_host]))
-                found["longer"].append(both / alone - 1)
+    found: dict[str, list[float]] = {"more": [], "longer": []}
+    with data_host(1, "taskset", "--cpu-list", str(last), sys.executable) as (far, _):
+        for core, step, kind in ((first, accelerator, "more"), (last, cpu, "longer")):
+            idle = sys.executable, str(CODE / "feed" / "spare.py"), str(core)
+            with data_host(1, *idle, address=OWN):
+                for _ in range(TIMES):
+                    alone, both = (train(hosts, step) for hosts in ([far], [OWN, far]))
+                    ratio = alone[0] / both[0] if kind == "more" else both[1] / alone[1] - 1
+                    found[kind].append(ratio)
     more, longer = (median(values) for values in found.values())
     print(f"Steps a second, 1 data core + 1 spare core to the data core alone: {more:.2f}")
     print(f"A step without its wait for data, with the spare core busy: {longer:+.1%}")
@@ -117,7 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        serve(Work(), sys.argv[1], TOKEN, num_workers=1)
-    else:
-        main()
+    main()

@@ -198,8 +198,8 @@ def footer(axes: Axes, y: float) -> None:
 
 
 def pytorch_workflow() -> Axes:
-    """Data hosts prepare batches in worker processes; the loaders of training hosts fetch them."""
-    axes = card(488, "PyTorch: batches over gRPC")
+    """Data hosts prepare samples in worker processes; the loaders of training hosts fetch them."""
+    axes = card(488, "PyTorch: samples over gRPC")
     group(axes, 42, 152, PALE_ORANGE, "data_group", "CPU instances")
     group(axes, 252, 182, PALE_BLUE, "dnn_group", "GPU instances", name_y=418)
     for x in (LEFT, RIGHT):
@@ -207,7 +207,7 @@ def pytorch_workflow() -> Axes:
         box(axes, x, 262, HOST, 140, WHITE, edge=GREY)
     leader(axes, 372, others_y=80)
     launcher(axes, RIGHT, 372)
-    box(axes, LEFT, 210, 320, 26, WHITE, "batches, asked for with a token", edge=ORANGE)
+    box(axes, LEFT, 210, 320, 26, WHITE, "samples, asked for in signed calls", edge=ORANGE)
     for x in (LEFT, RIGHT):
         launcher(axes, x, 80)
         text(axes, x + HOST / 2, 114, "worker processes")

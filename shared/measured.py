@@ -63,12 +63,9 @@ def measured(
         ValueError: how many batches the loader can hold ready is not known, or a number is wrong.
     """
     if id(loader) not in _loops:  # there it stays alive, so that no other loader gets its id
-        dataset, workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", None)
+        workers = getattr(loader, "num_workers", None)
         known = 0 if workers == 0 else None
-        if hasattr(dataset, "read_ahead"):  # feed's RemoteBatches, for which data hosts hold some
-            calls = sum(host.calls() for host in dataset.dataset.hosts)
-            known = _most_of_all_ranks(dataset.read_ahead + calls)
-        elif workers and getattr(loader, "prefetch_factor", None):
+        if workers and getattr(loader, "prefetch_factor", None):
             known = loader.prefetch_factor * workers + 2
         buffer = known if buffer is None else buffer
         if buffer is None:
@@ -323,15 +320,6 @@ def _ask(url: str, method: str, header: str) -> str:
     request = urllib.request.Request(url, method=method, headers=headers)
     with direct.open(request, timeout=0.3) as answer:
         return answer.read().decode()
-
-
-def _most_of_all_ranks(number: int) -> int:
-    """The largest of the ranks' numbers: they all must change to repeated steps at once."""
-    if not (dist := _joined_ranks()):
-        return number
-    numbers = [number] * dist.get_world_size()
-    dist.all_gather_object(numbers, number)
-    return max(numbers)
 
 
 def _joined_ranks() -> Any:

@@ -22,7 +22,7 @@ from shared.logs import GrowingLog, hosts_of, logged, step_table, steps
 POINTS = 10  # of lab 1: percent points that an answer may be off
 PERCENT = 10  # of lab 2: percent that a prediction may be off
 HEAVIER = 4  # of lab 2: twice `augment` is four times the pixels, and the work
-VICTIMS = ("train_data.py", "launcher.py")
+VICTIMS = ("feed.server", "launcher.py")
 ENDS = ("Completed", "Failed")
 WAITING = "Waiting for your answer: put it in place of None, and run this cell again."
 
@@ -135,7 +135,7 @@ def kill(job_name: str, script: str, group: str = "data_group", seconds: float =
 
     Args:
         job_name: The training job.
-        script: What the process runs; it is killed on the first host of the group.
+        script: Script or module that it runs; it is killed on the first host of the group.
         group: The instance group.
         seconds: How long to wait for the first step line in the log.
 
@@ -201,7 +201,10 @@ def _not_yet(hint: str) -> Verdict:
 
 
 def _processes(job_name: str, host: str, script: str) -> list[psutil.Process]:
-    """Find what runs `script` on a host, the oldest first: each host's /opt/ml has its name."""
+    """Find what runs a script or module on a host: each host's /opt/ml has its name.
+
+    The oldest is the first, the one that has forked the others.
+    """
     found = []
     for process in psutil.process_iter():
         try:

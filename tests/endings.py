@@ -48,9 +48,9 @@ STEP = "            optimizer.zero_grad()\n"
 LEISURELY = (STEP, f"            time.sleep(0.3)\n{STEP}")
 # What an ending sees of the scripts: what they print, and how training reacts to SIGTERM.
 STAND_INS = {
-    "train_data.py": """
+    "feed/server.py": """
 import time
-print("serving 640 samples", flush=True)
+print("serving at", flush=True)
 time.sleep(1000)
 """,
     "train_dnn.py": """
@@ -107,9 +107,9 @@ class Running:
         return found
 
     def process(self, *words: str, **where: str) -> psutil.Process:
-        """The one process that fits, as soon as it is there."""
+        """The one process that fits, as soon as it is there; what it has forked fits, too."""
         deadline = time.monotonic() + 60
-        while len(found := self.processes(*words, **where)) != 1:
+        while len(found := not_forked(self.processes(*words, **where))) != 1:
             assert time.monotonic() < deadline, (words, where, found)
             time.sleep(0.2)
         return found[0]
@@ -149,15 +149,20 @@ class Running:
         """Stop all processes of a host, its launcher first: it keeps its connections, silent."""
         self.launcher(group, number).suspend()
         for process in self.processes(host=self.host(group, number)):
-            process.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's, whose epoch is over
+                process.suspend()
 
-    def kill_data_servers(self, numbers: list[int], times: int) -> None:
+    def kill_data_servers(
+        self, numbers: list[int], times: int, program: str = "feed.server"
+    ) -> None:
         """Kill the data servers of some data hosts, again each time they are back."""
         for _ in range(times):
             for number in numbers:
-                server = self.process("train_data.py", host=self.host("data_group", number))
+                server = self.process(program, host=self.host("data_group", number))
+                family = [server, *server.children(recursive=True)]
                 server.kill()
-                server.wait(10)
+                _, alive = psutil.wait_procs(family, 10)
+                assert not alive
 
     def finish_training(self, after: str, times: int = 1) -> None:
         """Have the training end once the log has `after` so many times: with the change ENOUGH."""
@@ -172,6 +177,16 @@ class Running:
     def log(self) -> list[str]:
         """All lines of all hosts so far."""
         return self.jobs.log(self.name)
+
+
+def not_forked(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that none of the others has forked."""
+    parents = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            parents[process] = process.ppid()
+    pids = {process.pid for process in parents}
+    return [process for process, parent in parents.items() if parent not in pids]
 
 
 def start(
@@ -279,10 +294,10 @@ ENDINGS = {
     "a data server crashes once": Ending(
         "Completed", "", 15, lambda job: (
             job.kill_data_servers([0], times=1),
-            job.finish_training(after="serving 640 samples", times=3),  # two hosts, one twice
+            job.finish_training(after="serving at", times=3),  # two hosts, one twice
         ),
         settings={"max_runtime_seconds": 600, "changes": {"train_dnn.py": ENOUGH}},
-        logged="train_data.py was killed by signal 9; restart in 1 s", torch=True,
+        logged="feed.server was killed by signal 9; restart in 1 s", torch=True,
     ),
     "a data server crashes again and again": Ending(
         "Completed", "", 15, lambda job: (
@@ -293,7 +308,7 @@ ENDINGS = {
     ),
     "all data servers crash again and again": Ending(
         "Failed",
-        rf"On {DATA}, train_data.py was killed by signal 9, 4 times\. "
+        rf"On {DATA}, feed.server was killed by signal 9, 4 times\. "
         r"No host of data_group is left\.",
         15, lambda job: job.kill_data_servers([0, 1], times=4),
     ),

@@ -21,21 +21,19 @@ EXAMPLE, TENSORFLOW = ROOT / "pt.grpc.sagemaker", ROOT / "tf.data.service.sagema
 [LOCAL] = blocks_of(ROOT / "docs", "python", page="files.md")
 [MEASURED] = blocks_of(ROOT, "python")
 LAUNCHER, TORCHRUN, V3, V2 = blocks_of(EXAMPLE, "python", "Your own training script")
-SERVE, RESUME = blocks_of(EXAMPLE, "python", "The loader in your own project")
 [DIFF] = blocks_of(ROOT, "diff")
 BEFORE, AFTER = ((EXAMPLE / name).read_text() for name in ("before.py", "after.py"))
 *TF_FILES, TF_RANKS, TF_V2, TF_FOLDERS = blocks_of(TENSORFLOW, "python")
-FRAMEWORKS = blocks_of(EXAMPLE, "python", "With Lightning, the Hugging Face Trainer, accelerate")
 SOLUTIONS = re.findall(
     r"<details>.*?```python\n(.*?)```.*?</details>", (ROOT / "workshop.md").read_text(), re.S
 )
-PYTHON = {LOCAL, MEASURED, LAUNCHER, TORCHRUN, V3, V2, SERVE, RESUME, *TF_FILES, TF_RANKS, TF_V2}
-PYTHON |= {*FRAMEWORKS, *SOLUTIONS, TF_FOLDERS}
+PYTHON = {LOCAL, MEASURED, LAUNCHER, TORCHRUN, V3, V2, *TF_FILES, TF_RANKS, TF_V2}
+PYTHON |= {*SOLUTIONS, TF_FOLDERS}
 
-# In place of the reader's own scripts:
+# In place of feed/, and of the reader's own script:
 TOY_SCRIPTS = {
-    "serve.py": "import time\nprint('serving', flush=True)\ntime.sleep(100)",
-    "train.py": "import sys\nprint('training with', *sys.argv[2:])",
+    "feed/server.py": "import time\nprint('serving', flush=True)\ntime.sleep(100)",
+    "train.py": "import sys\nprint('training with', *sys.argv[1:])",
 }
 # A reader's pipeline, which says where it was run, and a training step that prints it. It is so
 # quick that all steps might be over before a second data host is up: until then it takes longer.

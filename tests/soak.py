@@ -32,7 +32,7 @@ ACTIONS = {
     "hang": psutil.Process.suspend,
 }
 # Of what else hangs, such as a data worker, nobody takes notice before MaxRuntimeInSeconds.
-MAY_HANG = ("launcher.py", "train_dnn.py", "train_data.py")
+MAY_HANG = ("launcher.py", "train_dnn.py", "feed.server")
 
 
 @dataclass
@@ -61,7 +61,8 @@ def begin(jobs: Jobs, seed: int) -> Attempt:
     what, host = chance.choice(["stop", *ACTIONS]), ""
     victims = [(name, process) for process in job.processes() if (name := script(process))]
     if what == "hang":
-        victims = [(name, p) for name, p in victims if name in MAY_HANG]
+        found = {name: [p for its, p in victims if its == name] for name in MAY_HANG}
+        victims = [(name, p) for name in MAY_HANG for p in endings.not_forked(found[name])]
     if not victims:
         what = "nothing"
     elif what == "stop":
@@ -78,9 +79,11 @@ def begin(jobs: Jobs, seed: int) -> Attempt:
 
 
 def script(process: psutil.Process) -> str:
-    """The script that a process runs; of Python's own helper processes the module."""
+    """The script or module that a process runs; of Python's own helper processes the module."""
     try:
         words = process.cmdline()
+        if "-m" in words:
+            return words[words.index("-m") + 1]
         scripts = [Path(word).name for word in words if word.endswith((".py", ".sh"))]
         return (scripts or words[-1:] or [""])[0]
     except psutil.Error:

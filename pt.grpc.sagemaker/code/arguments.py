@@ -1,4 +1,4 @@
-"""The job's hyperparameters: declared here, read by launcher.py, train_data.py and train_dnn.py.
+"""The job's hyperparameters: declared here, read by launcher.py and train_dnn.py.
 
 Standard library only, as the launcher imports it.
 """
@@ -38,7 +38,7 @@ def parser(fail: Callable[[str], None]) -> argparse.ArgumentParser:
     add("--max-steps", type=whole(0), default=0, help="stop after so many; 0: no limit")
     add("--lr", type=float, default=0.001, help="learning rate of Adam")
     add("--seed", type=whole(0, 2**32 - 1), default=0)
-    add("--workers", type=whole(0), default=0, help="data processes per host or rank; 0: by cores")
+    add("--workers", type=whole(0), default=0, help="of a rank's DataLoader; 0: chosen for it")
     add("--spare-cores", type=whole(0), help="of a dnn host, for data; default: see feed/spare.py")
     add("--log-every", type=whole(1), default=10, help="steps between two log lines")
     add("--checkpoint-every", type=whole(1), default=100, help="steps between two checkpoints")

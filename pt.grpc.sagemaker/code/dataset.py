@@ -2,7 +2,7 @@
 
 The files are those of http://yann.lecun.com/exdb/mnist/, a format that Fashion-MNIST and others
 share: a big-endian header (magic number, one 32-bit size per dimension), then a byte per value.
-Random numbers come from torch's global generator, which the loader seeds for every batch.
+Random numbers come from torch's global generator, which the loader seeds for every sample.
 """
 
 import gzip

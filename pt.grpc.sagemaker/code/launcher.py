@@ -5,12 +5,13 @@
     )
 
 `exec` makes this process PID 1 of the container, the one that SageMaker sends SIGTERM to. The job's
-hyperparameters are those of arguments.py. Hosts of data_group run train_data.py. Hosts of dnn_group
-run train_dnn.py, once for each GPU. Those that have the training data also run train_data.py for
-their own ranks, on the cores that these leave. A homogeneous job has only ranks, which preprocess
-themselves. For a third group, add its command at the end of this file.
+hyperparameters are those of arguments.py. Hosts of data_group run feed/server.py. Hosts of
+dnn_group run train_dnn.py, once for each GPU, and also feed/server.py for their own ranks, on the
+cores that these leave. A homogeneous job has only ranks, which preprocess themselves. For a third
+group, add its command at the end of this file.
 """
 
+import os
 import sys
 
 import arguments
@@ -30,26 +31,25 @@ def main() -> None:
         hetero.fail("data-mode 'service' needs a data group: use 'local' in a job without one.")
 
     channels, ranks = hetero.BASE_DIR / "input" / "data", args.processes_per_host
-    train_data = [sys.executable, "train_data.py", *words]
-    train_data += ["--train-dir", str(channels / "training")]
+    server = ["-m", "feed.server"]
 
     beside, takes_data = None, data_hosts and args.data_mode in (None, "service")
-    if takes_data and cluster.group == dnn_group and (channels / "training").exists():
+    if takes_data and cluster.group == dnn_group:
         if cores := spare.cores(ranks, args.spare_cores):
             own = f"unix-abstract:{cluster.host}:{cluster.base_port}"  # for this host's ranks alone
-            beside = [sys.executable, "feed/spare.py", ",".join(map(str, cores)), *train_data[1:]]
-            beside += ["--bind", own, "--workers", str(len(cores))]
+            beside = [sys.executable, "feed/spare.py", ",".join(map(str, cores)), *server, own]
             data_hosts.append(own)
         print(f"spare_cores={len(cores)}", flush=True)
+    os.environ["HETERO_DATA_HOSTS"] = ",".join(data_hosts)
 
-    train_dnn = [sys.executable, "train_dnn.py", *words, "--data-hosts", ",".join(data_hosts)]
+    train_dnn = [sys.executable, "train_dnn.py", *words]
     train_dnn += ["--train-dir", str(channels / "training")]
     if (channels / "test").exists():
         train_dnn += ["--test-dir", str(channels / "test")]
     train_dnn += ["--model-dir", str(hetero.BASE_DIR / "model")]
     train_dnn += ["--checkpoint-dir", str(hetero.BASE_DIR / "checkpoints")]
 
-    serve = [*train_data, "--bind", cluster.server]
+    serve = [sys.executable, *server, cluster.server]
     commands = {args.data_group: serve, dnn_group: train_dnn}
     hetero.run(cluster, dnn_group, commands, ranks=ranks, beside=beside)
 

@@ -1,8 +1,9 @@
 """Train an image classifier on MNIST-format data, with samples prepared here or on other machines.
 
 `--data-mode` says where samples come from: `local` prepares them on this host's own cores,
-`service` asks the data hosts for them, `synthetic` repeats one batch, which shows how fast training
-could be. The first two give the same batches, so they train the same model, bit for bit.
+`service` on the data hosts that HETERO_DATA_HOSTS names, `synthetic` repeats one batch, which shows
+how fast training could be. The first two give the same batches, so they train the same model, bit
+for bit.
 
 Run it as it is, or on several GPUs with `torchrun --nproc-per-node=N train_dnn.py ...`.
 """
@@ -32,8 +33,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 import arguments
 import parallel
 from dataset import MnistDataset, SyntheticLoader, milliseconds_per_sample
-from feed.batches import BatchKeys, SeededBatches, as_is
-from feed.client import RemoteBatches, RemoteDataset
+from feed import RemoteDataset
 from model import build
 
 
@@ -41,22 +41,20 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line; what doesn't fit together ends the program with a sentence."""
     parser = arguments.parser(fail=lambda message: sys.exit(f"train_dnn.py: error: {message}"))
     add = parser.add_argument
-    add("--data-hosts", default="", metavar="HOST:PORT,...", help="data hosts (service)")
-    add("--train-dir", help="folder of the training files (local)")
+    add("--train-dir", help="folder of the training files (local, service)")
     add("--test-dir", help="folder of the test files; evaluates at the end if given")
     add("--model-dir", type=Path, default=Path("model"), help="where model.pt is written")
     add("--checkpoint-dir", type=Path, help="where checkpoint.pt is written, and looked for")
     args = parser.parse_args()
 
-    args.data_hosts = [host for host in args.data_hosts.split(",") if host]
-    args.data_mode = args.data_mode or ("service" if args.data_hosts else "local")
-    args.token = os.environ.get("HETERO_TOKEN", "")
-    if args.data_mode == "local" and not args.train_dir:
-        parser.error("--data-mode local needs --train-dir, the folder of the training files")
-    if args.data_mode == "service" and not args.data_hosts:
-        parser.error("--data-mode service needs --data-hosts, the addresses of the data hosts")
-    if args.data_mode == "service" and not args.token:
-        parser.error("the environment variable HETERO_TOKEN must hold the job's token")
+    data_hosts = os.environ.get("HETERO_DATA_HOSTS")
+    args.data_mode = args.data_mode or ("service" if data_hosts else "local")
+    if args.data_mode != "synthetic" and not args.train_dir:
+        parser.error(f"--data-mode {args.data_mode} needs --train-dir, the training files' folder")
+    if args.data_mode == "service" and not data_hosts:
+        parser.error("--data-mode service needs data hosts, in HETERO_DATA_HOSTS")
+    if args.data_mode != "service":
+        os.environ.pop("HETERO_DATA_HOSTS", None)
     if args.data_mode == "synthetic" and not args.max_steps:
         parser.error("--data-mode synthetic has no end of its own: say how many --max-steps")
     if args.data_mode == "synthetic":  # each run is one epoch, a resumed run too
@@ -71,11 +69,6 @@ def main() -> None:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = set_up(args.seed)
     model, dataset, test_set = load(args, device)
-    # The keys say which samples are in which batch, for the loader of either mode.
-    sampler = DistributedSampler(dataset, world_size, rank, seed=args.seed)
-    keys = BatchKeys(BatchSampler(sampler, args.batch_size, drop_last=False), args.seed)
-    loader = build_loader(args, dataset, keys, device)
-
     control = parallel.join_ranks(device, args.parallelism) if world_size > 1 else None
     model = parallel.share_model(model, args.parallelism, device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
@@ -89,7 +82,7 @@ def main() -> None:
 
     model.train()
     while at.epoch < args.epochs and at.step < last_step and not stopping:
-        begin_epoch(keys, sampler, at, args.batch_size)
+        loader = build_loader(args, dataset, at, device)
         for images, labels in log.waited_for(loader):
             # Dropout depends on seed, step and rank only, so that a resumed run repeats it.
             torch.manual_seed((args.seed * 1_000_003 + at.step) * world_size + rank)
@@ -171,20 +164,21 @@ class Checkpoint:
                 save({**asdict(at), "state": state}, self.path)
 
 
-def begin_epoch(
-    keys: BatchKeys, sampler: DistributedSampler, at: Progress, batch_size: int
-) -> None:
-    """Have the next batches be those that are left of the epoch."""
-    first_batch, rest = divmod(at.samples_done, sampler.num_replicas * batch_size)
-    keys.batch_sampler = BatchSampler(sampler, batch_size, drop_last=False)
+def batches_left(
+    dataset: Dataset, at: Progress, batch_size: int, seed: int
+) -> tuple[list[list[int]], int]:
+    """Return this rank's batches that are left of the epoch, and the first one's number in it."""
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    first, rest = divmod(at.samples_done, ranks * batch_size)
     if rest:  # begun with batches of other sizes: what all ranks have left is shared out anew
-        everyones = DistributedSampler(sampler.dataset, 1, 0, seed=sampler.seed)
+        everyones = DistributedSampler(dataset, 1, 0, seed=seed)
         everyones.set_epoch(at.epoch)
         left = list(everyones)[at.samples_done :]
-        mine = DistributedSampler(left, sampler.num_replicas, sampler.rank, shuffle=False)
-        keys.batch_sampler = BatchSampler([left[i] for i in mine], batch_size, drop_last=False)
-        first_batch = 0
-    keys.set_epoch(at.epoch, first_batch)
+        mine = [left[i] for i in DistributedSampler(left, ranks, rank, shuffle=False)]
+        return list(BatchSampler(mine, batch_size, drop_last=False)), 0
+    sampler = DistributedSampler(dataset, ranks, rank, seed=seed)
+    sampler.set_epoch(at.epoch)
+    return list(BatchSampler(sampler, batch_size, drop_last=False))[first:], first
 
 
 def cores_of_this_rank() -> int:
@@ -229,9 +223,11 @@ def check_gpus() -> None:
 
 
 def count_workers(args: argparse.Namespace, device: torch.device) -> int:
-    """How many processes prepare this rank's batches in local mode."""
-    # Without a GPU, one on a single core would only take turns with the training.
+    """How many DataLoader workers this rank has."""
     cores = cores_of_this_rank()
+    if args.data_mode == "service":  # they only receive, one while the other hands over
+        return args.workers or 2
+    # Without a GPU, one on a single core would only take turns with the training.
     return args.workers or (0 if cores == 1 and device.type == "cpu" else cores)
 
 
@@ -250,36 +246,30 @@ def build_dataset(args: argparse.Namespace, device: torch.device) -> Dataset:
     """Return the Dataset, whose samples are pairs: an image (1, 28, 28), and its label."""
     if args.data_mode == "synthetic":
         return range(args.batch_size)
-    if args.data_mode == "service":
-        return RemoteDataset(args.data_hosts, args.token)
     dataset = MnistDataset(args.train_dir, augment=args.augment)
-    workers = count_workers(args, device)
-    check_shared_memory(dataset[0][0].nbytes * args.batch_size, workers)
+    check_shared_memory(dataset[0][0].nbytes * args.batch_size, count_workers(args, device))
     if os.environ.get("RANK", "0") == "0":
-        print(f"data_ms_per_sample={milliseconds_per_sample(dataset):.3f} workers={workers}")
-    return dataset
+        print(f"data_ms_per_sample={milliseconds_per_sample(dataset):.3f}")
+    return RemoteDataset(dataset)
 
 
 def build_loader(
-    args: argparse.Namespace, dataset: Dataset, keys: BatchKeys, device: torch.device
+    args: argparse.Namespace, dataset: Dataset, at: Progress, device: torch.device
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the loader of this rank's batches, in the order of the keys."""
+    """Return the loader of what is left of the epoch for this rank."""
     pin_memory = device.type == "cuda"  # lets the copy to the GPU overlap with computing
     if args.data_mode == "synthetic":
         return SyntheticLoader(args.batch_size, args.max_steps, pin_memory)
-    if args.data_mode == "service":
-        batches = RemoteBatches(dataset, keys, pin_memory=pin_memory)
-        return DataLoader(batches, batch_size=None, collate_fn=as_is)
-    workers = count_workers(args, device)
+    batches, first = batches_left(dataset, at, args.batch_size, args.seed)
+    dataset.start_at_batch(first)
     return DataLoader(
-        SeededBatches(dataset),
-        sampler=keys,
-        batch_size=None,
-        collate_fn=as_is,
-        num_workers=workers,
-        persistent_workers=workers > 0,
+        dataset,
+        batch_sampler=batches,
+        num_workers=count_workers(args, device),
         worker_init_fn=outlive_sigterm,
         pin_memory=pin_memory,
+        # Augmentation depends on seed and epoch only, so that a resumed run repeats it.
+        generator=torch.Generator().manual_seed(args.seed * 1_000_003 + at.epoch),
     )
 
 

@@ -14,6 +14,7 @@ compiled=tests/containers/$name.compiled.txt # what needs a compiler, if anythin
 environment=.containers/$name
 log=build/container-$name.log
 version=$(sed -n 's/^# Python //p' "$file")
+added=$(sed -n 's/^# Jobs add //p' "$file") # by a second call of pip, as a job's start does
 
 missing() {
     echo "container $name left out: $*" >&2
@@ -35,6 +36,8 @@ fi
 echo "Building $environment (Python $version), once; details in $log"
 mkdir -p build
 rm -rf "$environment"
+exec 3>&2
+trap 'tail -n 15 "$log" >&3; echo "$environment could not be built: see $log." >&3; exit 1' ERR
 {
     "$python" -m venv "$environment"
     if [ ! -e "$compiled" ]; then # the toolkit without its C code: scripts/setup.sh says why
@@ -43,6 +46,12 @@ rm -rf "$environment"
         touch "$environment/lib/python$version/site-packages/gethostname.py"
     fi
     "$environment/bin/pip" install -r "$file"
+    if [ -n "$added" ]; then
+        "$environment/bin/pip" install -r "$added"
+        # It must leave the image's own versions as they are: what would bring these back?
+        "$environment/bin/pip" install --dry-run --no-deps -r "$file" |
+            (! grep "Would install")
+    fi
     if [ -e "$compiled" ]; then
         # Horovod 0.27's Gloo is of 2022: what today's Linux headers and compilers ask of it.
         headers=$PWD/$environment/include-linux
@@ -55,9 +64,5 @@ rm -rf "$environment"
             "$environment/bin/pip" install --no-cache-dir --no-build-isolation \
             -r "$compiled"
     fi
-} >"$log" 2>&1 || {
-    tail -n 15 "$log" >&2
-    echo "$environment could not be built: see $log." >&2
-    exit 1
-}
+} >"$log" 2>&1
 touch "$environment/.ready"

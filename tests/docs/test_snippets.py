@@ -1,8 +1,7 @@
 """Every command and every piece of Python in README files, docs/ and workshop.md is tested.
 
 Commands that need neither an account nor much time run here; the others are marked `# needs AWS`,
-or named below with the reason. Python is run by test_readme.py, test_frameworks.py and
-test_workshop.py.
+or named below with the reason. Python is run by test_readme.py and test_workshop.py.
 """
 
 import ast
@@ -38,9 +37,10 @@ NAMED = {
     "pip download --only-binary=:all: --platform manylinux2014_x86_64 --python-version 3.12 "
     "-d code -r code/requirements.txt": "needs a package index; what it is for has a test",
 }
-# What AWS, pip, Python and SDK v2 say, where others' words are in a page's table of troubles.
+# What AWS, pip, Python, torch and SDK v2 say, where a page's table of troubles has others' words.
 OTHERS_WORDS = [
     "CapacityError",
+    "It is possible that dataloader's workers are out of shared memory.",
     "ResourceLimitExceeded",
     "You must specify a region.",
     "No matching distribution found for",

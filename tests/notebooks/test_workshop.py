@@ -102,7 +102,7 @@ def test_solutions_are_right(lab: Lab):
     assert prediction.startswith("Right: by the formula it is ")
     for said in (server, launcher):
         assert "no batch was lost" in said, said
-    assert "Killed train_data.py on algo-" in server
+    assert "Killed feed.server on algo-" in server
     assert "Right: the job is Completed." in server
     assert "Killed launcher.py on algo-" in launcher
     reason = r"AlgorithmError: The launcher on algo-\d \(data_group\) is gone: connection closed\."
@@ -122,7 +122,7 @@ def test_a_right_prediction_is_followed_by_the_measurement(lab: Lab):
 def test_the_killed_data_server_was_started_again(lab: Lab):
     [server] = lab.run("print([name for name in local.jobs if 'broken' in name][0])").split()
     log = lab.run(f"monitoring.show_logs({server!r}, last=None)")
-    assert "train_data.py was killed by signal 9; restart in 1 s" in log, log
+    assert "feed.server was killed by signal 9; restart in 1 s" in log, log
 
 
 TRUE_WAIT = "workshop.wait_percent(monitoring.steps(homogeneous_job))"
@@ -144,8 +144,8 @@ END = "broken_job, killed_at, heterogeneous_job)"
         (f"check_prediction(0.001, {PREDICTED}", "no feed makes it shorter"),
         (f"check_prediction(1e6, {PREDICTED}", "The limit is "),
         (f"check_prediction(1.2 * predicted_ms, {PREDICTED}", "The limit is "),
-        ("problem_with('train_data.py', None, cores)", workshop.WAITING),
-        ("problem_with('train_data.py', 'Failed', None)", "On AWS nobody gets at"),
+        ("problem_with('feed.server', None, cores)", workshop.WAITING),
+        ("problem_with('feed.server', 'Failed', None)", "On AWS nobody gets at"),
         ("problem_with('train.py', 'Failed', cores)", "not 'train.py'"),
         ("problem_with('launcher.py', 'failed', cores)", "not 'failed'"),
         (f"check_ending('Completed', {END}", "No: the job is Failed"),

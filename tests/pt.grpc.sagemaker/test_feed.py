@@ -1,335 +1,308 @@
-"""The loader of the PyTorch example: batches from data hosts, against those of a DataLoader."""
+"""The loader of the PyTorch example: samples from data hosts, against those that are made here."""
 
-import inspect
+import functools
+import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
-import warnings
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
+    ConcatDataset,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
-    WeightedRandomSampler,
+    Subset,
 )
 
 from data_hosts import (
-    FIRST_REFUSED,
-    FIRST_STRUCTURE,
+    CODE,
     PANICKING,
-    POINT,
     RAISING,
-    RANDOM,
-    REFUSED,
     SAMPLES,
     SLOW,
-    STRUCTURES,
+    THINGS,
     TOKEN,
     DataHost,
-    Zoo,
+    Draws,
+    Numbers,
+    SampleIsBroken,
+    Things,
+    Together,
+    Troubled,
     assert_same,
-    collate,
-    free_port,
     has_ended,
-    local,
-    service,
+    loader_of,
+    remote,
+    up,
     wait_for_threads,
     wait_until,
 )
-from feed.batches import BatchKeys, SeededBatches, as_is
-from feed.client import RemoteBatches, RemoteDataset
-from feed.server import serve
-from feed.wire import DatasetError
-from train_dnn import Progress, begin_epoch
+from feed import RemoteDataset, as_is
 
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 BATCH_SIZE = 7
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[DataHost]]:
-    """Three data hosts with different numbers of worker processes."""
-    hosts = [DataHost("zoo", num_workers=workers) for workers in (1, 2, 3)]
-    for host in hosts:
-        host.wait_until_serving()
+    """Three data hosts with different numbers of worker processes, which end cleanly."""
+    hosts = up(*[DataHost(workers) for workers in (1, 2, 3)])
     yield hosts
     processes = [process for host in hosts for process in host.processes()]
     for host in hosts:
         host.process.terminate()
-    assert [host.process.wait() for host in hosts] == [0, 0, 0]
+    assert [host.process.wait(timeout=30) for host in hosts] == [0, 0, 0]
     wait_until(lambda: all(map(has_ended, processes)))
 
 
-@pytest.fixture(params=["local", "local with workers", "one host", "three hosts"])
-def make(request, hosts):
-    """A function that makes a loader of the Zoo for given keys, of one kind after another."""
-    return {
-        "local": lambda keys: local(Zoo(), keys),
-        "local with workers": lambda keys: local(Zoo(), keys, num_workers=2),
-        "one host": lambda keys: service(hosts[:1], keys),
-        "three hosts": lambda keys: service(hosts, keys),
-    }[request.param]
+def seed_all() -> None:
+    """As a training script does."""
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
 
 
-def keys_of(samples: range, rank: int = 0, ranks: int = 1, seed: int = 0) -> BatchKeys:
-    """Of some of the Zoo's samples, in random order."""
-    order = Positions(DistributedSampler(samples, ranks, rank, seed=seed), samples)
-    return BatchKeys(BatchSampler(order, BATCH_SIZE, drop_last=False), seed)
+def numbers_drawn() -> tuple:
+    return torch.rand(1).item(), np.random.rand(), random.random()
 
 
-class Positions(Sampler):
-    """A reader's own sampler around another: what is at the positions that it yields."""
-
-    def __init__(self, sampler: DistributedSampler, values: range):
-        self.sampler, self.values = sampler, values
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[int]:
-        return (self.values[position] for position in self.sampler)
-
-
-def epochs_of(loader: DataLoader, keys: BatchKeys | DistributedSampler) -> list:
-    """All batches of the first two epochs, one list per epoch."""
-    batches = []
-    for epoch in range(2):
-        keys.set_epoch(epoch)
-        batches.append(list(loader))
-        assert len(batches[-1]) == len(loader)
-    return batches
+def two_epochs(dataset: Dataset, **options: Any) -> tuple[list, list]:
+    """All batches, and the random numbers that a training draws meanwhile."""
+    seed_all()
+    loader, batches, drawn = DataLoader(dataset, BATCH_SIZE, shuffle=True, **options), [], []
+    for _ in range(2):
+        for batch in loader:
+            batches.append(batch)
+            drawn.append(numbers_drawn())
+    assert len(batches) == 2 * len(loader)
+    return batches, drawn
 
 
-# Which batches
+# Which samples
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("host_count", [1, 3])
-def test_batches_are_those_of_a_plain_dataloader(hosts, host_count, world_size):
+@pytest.fixture(scope="module")
+def made_here() -> list:
+    return two_epochs(remote([], Draws()))[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("host_count", [0, 1, 3])
+def test_samples_and_the_training_s_random_numbers_do_not_depend_on_who_prepares_them(
+    hosts, made_here, host_count, num_workers
+):
+    dataset = Draws()
+    states = dataset.generator.bit_generator.state, dataset.of_python.getstate()
+    torch_state = dataset.transforms[0].generator.get_state()
+    there = remote(hosts[:host_count], dataset)
+    batches, drawn = two_epochs(there, num_workers=num_workers)
+    assert_same(batches, made_here)
+    assert drawn == two_epochs(range(SAMPLES))[1]  # those beside a plain DataLoader
+    assert states == (dataset.generator.bit_generator.state, dataset.of_python.getstate())
+    assert torch.equal(torch_state, dataset.transforms[0].generator.get_state())
+
+
+def test_persistent_workers_draw_new_numbers_in_each_epoch_and_the_same_ones_everywhere(hosts):
+    runs = [
+        two_epochs(remote(some, Draws()), num_workers=workers, persistent_workers=True)[0]
+        for some, workers in [([], 1), (hosts[:1], 2), (hosts, 3)]
+    ]
+    assert_same(runs[1], runs[0])
+    assert_same(runs[2], runs[0])
+    firsts = {batch[1][0, 0].item() for batch in runs[0]}
+    assert len(firsts) == len(runs[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_samples_without_random_numbers_are_those_of_a_plain_dataloader(hosts, world_size):
     for shuffle, drop_last, rank in product([False, True], [False, True], range(world_size)):
         sampler = DistributedSampler(
             range(SAMPLES), world_size, rank, shuffle, seed=5, drop_last=drop_last
         )
-        plain = DataLoader(Zoo(), BATCH_SIZE, sampler=sampler, drop_last=drop_last)
-        expected = epochs_of(plain, sampler)
-        keys = BatchKeys(BatchSampler(sampler, BATCH_SIZE, drop_last))
-        assert_same(epochs_of(service(hosts[:host_count], keys), keys), expected)
-        assert_same(epochs_of(local(Zoo(), keys), keys), expected)
-
-
-def test_loaders_and_ranks_may_iterate_at_the_same_time(hosts):
-    dataset = RemoteDataset([host.address for host in hosts], TOKEN)
-    keys = [keys_of(range(SAMPLES), rank, ranks=3) for rank in range(3)]
-    loaders = [DataLoader(RemoteBatches(dataset, one), None, collate_fn=as_is) for one in keys]
-    for one, batches in zip(keys, zip(*zip(*loaders, strict=True), strict=True), strict=True):
-        assert_same(list(batches), list(local(Zoo(), one)))
-
-
-class Own:
-    """A reader's batch sampler."""
-
-    generator = None
-
-    def __len__(self) -> int:
-        return 10
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.randperm(SAMPLES, generator=self.generator).chunk(10))
-
-
-@pytest.mark.parametrize(
-    "batch_sampler, changes",
-    [
-        (BatchSampler(WeightedRandomSampler([1.0, 5.0, 2.0] * 30, 70), 7, False), True),
-        (BatchSampler(RandomSampler(range(SAMPLES)), 7, False), True),
-        (Own(), True),
-        ([[5, 3], [3], list(range(40))], False),
-    ],
-    ids=["weighted", "random", "own", "lists"],
-)
-def test_any_batch_sampler_will_do_and_gives_the_same_lists_again(hosts, batch_sampler, changes):
-    keys = BatchKeys(batch_sampler, seed=3)
-    epochs = epochs_of(service(hosts, keys), keys)
-    first, second = ([batch["index"].tolist() for batch in epoch] for epoch in epochs)
-    assert (first != second) == changes
-    torch.manual_seed(0)  # another process, in which an interrupted epoch goes on
-    keys.set_epoch(1, 2)
-    assert [key.indices for key in keys] == second[2:]
-
-
-# Random numbers
-
-
-def test_random_transforms_do_not_depend_on_who_runs_them(make):
-    keys = keys_of(RANDOM, seed=5)
-    assert_same(epochs_of(make(keys), keys), epochs_of(local(Zoo(), keys), keys))
+        options = {"sampler": sampler, "drop_last": drop_last, "batch_size": BATCH_SIZE}
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            expected = list(DataLoader(Numbers(), **options))
+            assert_same(list(DataLoader(remote(hosts, Numbers()), **options)), expected)
+            assert_same(list(DataLoader(remote([], Numbers()), **options)), expected)
 
 
 def test_random_numbers_are_never_repeated():
-    """Neither in another epoch, nor in another batch of the same samples; a seed changes all."""
-
-    def numbers(seed: int) -> list:
-        keys = BatchKeys([[RANDOM[0], RANDOM[1]]] * 50, seed)
-        epochs = epochs_of(local(Zoo(), keys), keys)
-        return [
-            x.item() for epoch in epochs for a, b, c, _ in epoch for x in (*a.flatten(), *b, *c)
-        ]
-
-    drawn = numbers(5) + numbers(6)
-    assert len(set(drawn)) > 0.99 * len(drawn)
+    """Not in another epoch, nor in another batch of the same samples, nor with another seed."""
+    loader, numbers = loader_of([], Draws(), [[0, 1]] * 20), []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        for batch in [*loader, *loader]:
+            for _, pair, numpy_s, python_s, own, crops in batch:
+                numbers += [*pair.tolist(), numpy_s, python_s, *own]
+                numbers += [x for crop in crops for x in crop.tolist()]
+    assert len(set(numbers)) == len(numbers) == 2 * 2 * 20 * 2 * 11
 
 
-def test_the_training_s_own_random_numbers_and_threads_are_left_alone(make):
-    def draw_among(batches: DataLoader) -> list:
-        torch.manual_seed(0), np.random.seed(0), random.seed(0)
-        threads = torch.get_num_threads()
-        draws = [(torch.rand(3).tolist(), np.random.rand(), random.random()) for _ in batches]
-        assert torch.get_num_threads() == threads
-        return draws
+def test_an_epoch_goes_on_where_it_was_left(hosts):
+    """With batches of the same numbers, and torch's seed of that epoch."""
+    sampler = RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(1))
+    batches = list(BatchSampler(sampler, BATCH_SIZE, drop_last=False))
 
-    # A DataLoader always draws one number when it starts.
-    plain = DataLoader(range(len(RANDOM)), BATCH_SIZE)
-    assert draw_among(make(keys_of(RANDOM))) == draw_among(plain)
+    def rest(some: list[DataHost], first: int, num_workers: int) -> list:
+        loader = loader_of(
+            some,
+            Draws(),
+            batches[first:],
+            num_workers=num_workers,
+            generator=torch.Generator().manual_seed(3),
+        )
+        loader.dataset.start_at_batch(first)
+        return list(loader)
 
-
-# Resuming
-
-
-def test_resumes_at_any_batch_without_a_warning(make):
-    keys = keys_of(RANDOM, rank=1, ranks=2)  # the rank whose last sample is padding
-    loader = make(keys)
-    whole = epochs_of(loader, keys)[1]
-    for first in (0, 1, 5, len(whole)):
-        keys.set_epoch(1, first)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch has one for batches that len() doesn't tell of
-            assert_same(list(loader), whole[first:])
-        assert len(loader) == len(whole)
+    whole = rest([], 0, 0)
+    for first in (1, 5, len(batches)):
+        assert_same(rest(hosts, first, 2), whole[first:])
+        assert_same(rest([], first, 0), whole[first:])
 
 
-def test_remote_batches_pass_the_epoch_on_to_their_keys(hosts):
-    loader, keys = service(hosts, own := keys_of(RANDOM)), keys_of(RANDOM)
-    loader.dataset.set_epoch(1, 3)
-    keys.set_epoch(1, 3)
-    assert loader.dataset.keys is own
-    assert_same(list(loader), list(local(Zoo(), keys)))
+def test_loaders_may_be_used_at_the_same_time(hosts):
+    """As of a training and its validation, which begins anew in the middle."""
+    training = loader_of(hosts, Draws(), batch_size=5, num_workers=1)
+    validation = loader_of(hosts, Numbers(), batch_size=9)
+    torch.manual_seed(0)
+    expected = list(loader_of([], Draws(), batch_size=5))
+    torch.manual_seed(0)
+    for number, batch in enumerate(training):
+        assert_same(batch, expected[number])
+        if number % 6 == 0:
+            assert [sample["index"] for batch in validation for sample in batch] == [*range(61)]
 
 
-def test_ranks_and_batch_size_may_change_within_an_epoch():
-    """What train_dnn.py does with the rest: each sample once, but for DistributedSampler's pads."""
-    dataset, seen = range(SAMPLES), []
-    for world_size, batch_size, batches in [(2, 7, 3), (4, 5, 1), (3, 2, 2), (2, 4, 99)]:
-        done, shares, keys = len(seen), [], BatchKeys([])
-        for rank in range(world_size):
-            sampler = DistributedSampler(dataset, world_size, rank, seed=5)
-            begin_epoch(keys, sampler, Progress(epoch=1, samples_done=done), batch_size)
-            rest = list(keys)[:batches]
-            shares.append([index for key in rest for index in key.indices])
-        assert len({len(share) for share in shares}) == 1
-        seen += [index for indices in zip(*shares, strict=True) for index in indices]
-    order = DistributedSampler(dataset, 1, 0, seed=5)
-    order.set_epoch(1)
-    assert seen[:SAMPLES] == list(order)
-    assert seen[SAMPLES:] == seen[done : done + len(seen) - SAMPLES]
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda dataset: Subset(dataset, [*range(3, 40)]),
+        lambda dataset: ConcatDataset([dataset, dataset]),
+        lambda dataset: Subset(ConcatDataset([dataset]), [*range(0, 40, 2)]),
+    ],
+    ids=["Subset", "ConcatDataset", "both"],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_torch_s_datasets_around_it_may_stay(hosts, wrap, num_workers):
+    expected, _ = two_epochs(wrap(remote([], Draws())))
+    assert_same(two_epochs(wrap(remote(hosts, Draws())), num_workers=num_workers)[0], expected)
 
 
-# What a batch may be
+def test_what_goes_one_by_one_is_the_same_and_the_log_says_so(hosts, capfd):
+    def samples(some: list[DataHost], dataset: Dataset, **options: Any) -> list:
+        torch.manual_seed(5)
+        return list(loader_of(some, dataset, **options))
+
+    for dataset, options, words in [
+        (Draws(), {"batch_size": None, "collate_fn": None}, "one by one: set batch_size"),
+        (Together(), {"batch_size": 7}, "Together has __getitems__, so each batch is prepared by"),
+    ]:
+        expected = samples([], dataset, **options)
+        capfd.readouterr()
+        assert_same(samples(hosts, dataset, **options, num_workers=2), expected)
+        assert capfd.readouterr().out.count(words) == 1
+    assert {count for batch in expected[:-1] for _, count, _ in batch} == {7}
 
 
-@pytest.mark.parametrize("number", range(len(STRUCTURES)))
-def test_structures_arrive_as_they_left(hosts, number):
-    for loader in (service, local):
-        source = hosts if loader is service else Zoo()
-        [batch] = loader(source, [[FIRST_STRUCTURE + number]])
-        assert_same(batch, STRUCTURES[number])
+def test_it_can_be_asked_by_hand(hosts):
+    for some in ([], hosts):
+        dataset = remote(some, Draws())
+        seed_all()
+        expected = numbers_drawn()
+        seed_all()
+        assert [sample[0] for sample in dataset.__getitems__([3, 4])] == [3, 4]
+        assert dataset[5][0] == 5 and len(dataset) == SAMPLES
+        assert numbers_drawn() == expected
+        assert [*remote(some, [1, 2, 3])] == [1, 2, 3]  # IndexError ends it
 
 
-def test_namedtuple_of_a_module_that_is_not_here_arrives_as_its_like(hosts):
-    """It is of the data host's main program: nothing is imported for it."""
-    [point] = service(hosts, [[POINT]])
-    assert type(point).__name__ == "Point" and point._fields == ("x", "y")
-    assert point.x.tolist() == [0, 1, 2] and point.y is None
+# What a sample may be
 
 
-@pytest.mark.parametrize("number, sentence", list(enumerate(REFUSED)))
-def test_refused_structure_is_named(hosts, number, sentence):
-    with pytest.raises(DatasetError, match="TypeError") as caught:
-        list(service(hosts[:1], [[FIRST_REFUSED + number]]))
-    assert sentence in str(caught.value)
+def test_anything_that_pickles_arrives_as_it_left(hosts):
+    for some in (hosts[:1], []):
+        batches = list(loader_of(some, Things(), batch_size=2))
+        assert_same([sample for batch in batches for sample in batch], THINGS)
+
+
+def test_batches_may_be_joined_there(hosts):
+    """As by collate_fns that take their time, or random numbers."""
+
+    def join(samples: list) -> tuple:
+        return torch.stack([pair for _, pair, *_ in samples]), torch.rand(1)
+
+    expected, _ = two_epochs(remote([], Draws(), collate_fn=join), collate_fn=as_is)
+    assert len({float(number) for _, number in expected}) == len(expected)
+    for num_workers in (0, 2):
+        dataset = remote(hosts, Draws(), collate_fn=join)
+        actual, _ = two_epochs(dataset, collate_fn=as_is, num_workers=num_workers)
+        assert_same(actual, expected)
 
 
 # What goes wrong
 
 
-def test_dataset_exception_arrives_once_in_its_place_and_the_hosts_serve_on(hosts):
-    loader = service(hosts, [[0]] * 6 + [[1, RAISING]] + [[2]] * 6)
-    batches = iter(loader)
-    for _ in range(6):
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_exception_arrives_in_its_place_as_torch_raises_it_and_the_loader_goes_on(
+    hosts, num_workers
+):
+    numbers = [[0, 1], [2, RAISING], [3], [PANICKING], [4]]
+    batches = iter(loader_of(hosts, Troubled(), numbers, num_workers=num_workers))
+    assert next(batches) == [0, 1]
+    with pytest.raises(SampleIsBroken) as caught:
         next(batches)
-    with pytest.raises(DatasetError) as caught:
+    addresses = "|".join(host.address for host in hosts)
+    assert caught.match(f"Caught SampleIsBroken on data host ({addresses})")
+    assert "SampleIsBroken: a sample is broken: caf\udce9.jpg" in str(caught.value)
+    assert 'raise SampleIsBroken("a sample is broken' in str(caught.value)  # the source's line
+    assert next(batches) == [3]
+    with pytest.raises(RuntimeError, match="Panic: index out of bounds"):
         next(batches)
-    text = str(caught.value)
-    sentences = [f"data host {host.address}, batch 6: LookupError: a sample" for host in hosts]
-    assert sum(sentence in text for sentence in sentences) == 1
-    assert "is broken: caf\\udce9.jpg" in text
-    assert 'raise LookupError("a sample is broken' in text  # the traceback's source line
-    assert next(batches, "no more") == "no more"
-    loader.dataset.set_epoch(0, first_batch=7)
-    assert len(list(loader)) == 6
+    assert [*batches] == [[4]]
 
 
-def test_what_is_raised_need_be_no_exception(hosts):
-    for host in hosts:
-        with pytest.raises(DatasetError, match="batch 0: Panic: index out of bounds"):
-            list(service([host], [[PANICKING]]))
+class Endless(IterableDataset):
+    def __iter__(self) -> Iterator:
+        return iter(())
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_size": 4}, {"collate_fn": as_is}])
-def test_forgetting_that_these_are_batches_already_is_answered(hosts, options):
-    dataset, keys = RemoteDataset([hosts[0].address], TOKEN), keys_of(range(SAMPLES))
-    for loader in (
-        DataLoader(RemoteBatches(dataset, keys), **options),
-        DataLoader(SeededBatches(Zoo(), collate), sampler=keys, **options),
-    ):
-        with pytest.raises(TypeError, match="These are batches already.* give it batch_size=None"):
-            next(iter(loader))
+class Both(Endless):
+    """As MosaicML's StreamingDataset."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
-def test_other_mistakes_are_answered(hosts):
-    class Endless(IterableDataset):
-        def __iter__(self):
-            return iter(())
-
-    address, dataset = hosts[0].address, RemoteDataset([hosts[0].address], TOKEN)
-    keys = keys_of(range(SAMPLES))
-    batches = RemoteBatches(dataset, keys)
+def test_mistakes_are_answered(hosts, monkeypatch):
+    monkeypatch.delenv("HETERO_TOKEN", raising=False)
+    monkeypatch.setenv("HETERO_DATA_HOSTS", hosts[0].address)
+    there = remote(hosts, Numbers(), collate_fn=list)
+    joined = {"batch_size": 7, "num_workers": 1}
+    chain = functools.partial(ChainDataset, [])
     for error, words, attempt in [
-        (RuntimeError, "set num_workers=0", lambda: DataLoader(batches, None, num_workers=1)),
-        (TypeError, "samples stay at the data hosts", lambda: DataLoader(dataset)),
-        (TypeError, "sampler=BatchKeys", lambda: DataLoader(SeededBatches(Zoo()), None)),
-        (TypeError, "BatchKeys needs a batch sampler", lambda: BatchKeys(range(3))),
-        (TypeError, "BatchKeys.batch_sampler", lambda: RemoteBatches(dataset, [[0]])),
-        (TypeError, "Endless is no map-style Dataset", lambda: SeededBatches(Endless())),
-        (TypeError, "Endless is no map-style Dataset", lambda: serve(Endless(), address, TOKEN)),
-        (ValueError, "hosts must be a list such as", lambda: RemoteDataset(address, TOKEN)),
-        (ValueError, "hosts must be a list such as", lambda: RemoteDataset([], TOKEN)),
-        (ValueError, "read_ahead must be at least 1", lambda: RemoteBatches(dataset, keys, 0)),
-        (ValueError, "seed must be from 0 to", lambda: BatchKeys([[0]], seed=-1)),
-        (ValueError, "must not be negative", lambda: keys.set_epoch(0, -1)),
-        (ValueError, "the token must be an ASCII string", lambda: serve(Zoo(), address, "")),
-        (ValueError, "num_workers 1 or more", lambda: serve(Zoo(), address, TOKEN, num_workers=0)),
+        (TypeError, "Endless is no map-style Dataset", lambda: RemoteDataset(Endless())),
+        (TypeError, "Both is no map-style Dataset", lambda: RemoteDataset(Both())),
+        (TypeError, "int is no map-style Dataset", lambda: RemoteDataset(3)),
+        (TypeError, "ChainDataset is no map-style Dataset", lambda: remote(hosts, chain)),
+        (TypeError, "ChainDataset is no map-style Dataset", lambda: remote([], chain)),
+        (ValueError, "needs HETERO_TOKEN", lambda: RemoteDataset(Numbers())),
+        (TypeError, "needs DataLoader.*collate_fn=as_is", lambda: DataLoader(there, **joined)),
+        (TypeError, "needs DataLoader.*collate_fn=as_is", lambda: there),
+        (TypeError, "needs DataLoader.*collate_fn=as_is", lambda: DataLoader(there, None)),
     ]:
         with pytest.raises(error, match=words):
             next(iter(attempt()))
@@ -338,83 +311,88 @@ def test_other_mistakes_are_answered(hosts):
 # Ends
 
 
-def test_leaving_an_epoch_frees_its_threads_soon(hosts):
-    """Whether it waits for room, for a batch, or for a host that isn't there."""
-    before, nobody = set(threading.enumerate()), f"127.0.0.1:{free_port()}"
-    for samples in ([[0]] * 100, [[0]] * 5 + [[SLOW]] * 100):
-        dataset = RemoteDataset([hosts[2].address, nobody], TOKEN)
-        batches = RemoteBatches(dataset, BatchKeys(samples))
-        batches = iter(DataLoader(batches, batch_size=None, collate_fn=as_is))
+@pytest.fixture(scope="module")
+def many() -> Iterator[DataHost]:
+    """A data host of which many workers may be asleep."""
+    [host] = up(DataHost(workers=40))
+    yield host
+    host.kill()
+
+
+def test_leaving_an_epoch_leaves_nothing(many):
+    """Neither one that waits for the training, nor one that waits for a sample."""
+    threads, others = set(threading.enumerate()), set(psutil.Process().children())
+    for num_workers, numbers in [(0, [[0]] * 9), (2, [[0]] * 9), (1, [[0]] + [[SLOW]] * 9)]:
+        batches = iter(loader_of([many], Troubled(), numbers, num_workers=num_workers))
         next(batches)
-        started = time.monotonic()
+        workers = set(psutil.Process().children()) - others
         del batches
-        assert time.monotonic() - started < 10
-    wait_for_threads(before)
+        wait_for_threads(threads)
+        wait_until(lambda workers=workers: all(map(has_ended, workers)))
 
 
-@pytest.mark.thorough
-def test_it_can_be_imported_from_any_path_and_beside_tensorflow(tmp_path: Path):
-    folder = tmp_path / "a b" / "ü"
-    shutil.copytree(Path(inspect.getfile(serve)).parent, folder / "feed")
-    program = f"import sys, tensorflow; sys.path.insert(0, {str(folder)!r}); import feed.client"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+PROGRAM = """if True:
+    import sys
+    sys.path[:0] = {path!r}
+    from data_hosts import *
+    numbers = [[0]] * 3 + [[{number}]] * 99
+    batches = iter(
+        DataLoader(RemoteDataset(Troubled()), batch_sampler=numbers, num_workers={workers})
+    )
+    next(batches)
+    {end}"""
 
 
-ENDS = {
-    "sys.exit(5)": (5, []),
-    "1 / 0": (1, ["ZeroDivisionError: division by zero"]),
-    "wait()": (-signal.SIGINT, ["KeyboardInterrupt"]),
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_program_that_leaves_in_the_middle_of_an_epoch_ends(hosts, end):
-    """With Ctrl-C, too. Also when Python stops gRPC's threads, as all daemons, within a lock."""
-    code = f"""if True:
-        import atexit, gc, sys, threading, time
-        sys.path[:0] = {sys.path!r}
-        from grpc._channel import _RPCState
-        from data_hosts import *
-
-        is_end = threading.Event()
-
-        def hold_locks():
-            is_end.wait()
-            for state in gc.get_objects():
-                if isinstance(state, _RPCState) and state.code is None:  # it goes on
-                    state.condition.acquire()
-
-        thread = threading.Thread(target=hold_locks, daemon=True)
-        thread.start()  # now: Python 3.12 starts none at its end
-
-        @atexit.register  # the last one to run
-        def stop_threads():
-            is_end.set()
-            thread.join()
-
-        def wait():
-            print("waiting", flush=True)
-            for _ in range(600):  # a signal just before a sleep, or to another thread, ends none
-                time.sleep(0.1)
-
-        dataset = RemoteDataset({[host.address for host in hosts]!r}, TOKEN)
-        loader = DataLoader(RemoteBatches(dataset, BatchKeys([[0]] * 1000)), batch_size=None)
-        batches = iter(loader)
-        next(batches)
-        {end}"""
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    program = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
+def begin(host: DataHost, number: int, num_workers: int, end: str) -> psutil.Popen:
+    """Start a program that is in the middle of an epoch when it comes to `end`."""
+    program = PROGRAM.format(path=sys.path, number=number, workers=num_workers, end=end)
+    return psutil.Popen(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env={**os.environ, "HETERO_DATA_HOSTS": host.address, "HETERO_TOKEN": TOKEN},
         stderr=subprocess.PIPE,
         text=True,
         # Where the tests run in the background, Ctrl-C would be ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    if end == "wait()":
-        assert program.stdout.readline() == "waiting\n"
-        program.send_signal(signal.SIGINT)
+
+
+def begin_and_wait(host: DataHost, num_workers: int) -> psutil.Popen:
+    """Start a program that waits for a sample for ever."""
+    asleep = host.said().count("asleep")
+    program = begin(host, SLOW, num_workers, "list(batches)")
+    wait_until(lambda: host.said().count("asleep") > asleep + max(0, num_workers - 1))
+    return program
+
+
+@pytest.mark.parametrize("num_workers, end, code", [(0, "1 / 0", 1), (2, "sys.exit(5)", 5)])
+def test_a_program_may_end_in_the_middle_of_an_epoch(many, num_workers, end, code):
+    program = begin(many, 0, num_workers, end)
     _, errors = program.communicate(timeout=60)
-    code, said = ENDS[end]
-    assert program.returncode == code
-    assert errors.splitlines()[-1:] == said  # and nothing about threads after it
+    said = ["ZeroDivisionError: division by zero"] if code == 1 else []
+    assert (program.returncode, errors.splitlines()[-1:]) == (code, said)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ctrl_c_ends_a_program_that_waits_for_a_sample(many, num_workers):
+    program = begin_and_wait(many, num_workers)
+    program.send_signal(signal.SIGINT)
+    _, errors = program.communicate(timeout=60)
+    assert program.returncode == -signal.SIGINT
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_workers_of_a_dataloader_end_with_a_training_that_is_killed(many):
+    program = begin_and_wait(many, 2)
+    workers = program.children()
+    assert len(workers) == 2
+    program.kill()
+    program.communicate()
+    wait_until(lambda: all(map(has_ended, workers)))
+
+
+@pytest.mark.thorough
+def test_it_can_be_imported_from_any_path_and_after_tensorflow(tmp_path: Path):
+    folder = tmp_path / "a b" / "ü"
+    shutil.copytree(CODE / "feed", folder / "feed")
+    program = f"import sys, tensorflow; sys.path.insert(0, {str(folder)!r}); import feed"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,63 +1,74 @@
 """The data server of the PyTorch example: where it listens, whom it refuses, and how it ends."""
 
-import ctypes
+import hashlib
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import psutil
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from data_hosts import (
     BIG,
-    SAMPLES,
+    CODE,
     SLOW,
     TOKEN,
     DataHost,
-    Zoo,
+    Huge,
+    Numbers,
+    TakesItsTime,
+    Troubled,
     free_port,
     has_ended,
-    service,
+    loader_of,
+    remote,
     up,
     wait_until,
 )
-from feed.client import RemoteDataset
-from feed.wire import SERVICE, messages
+from feed import wire
 
 SOAK = "SOAK" in os.environ
-# A host that has sent the first batch of these is busy with the SLOW ones next, with all workers.
-BUSY = [[0]] * 4 + [[SLOW]] * 6
+REFUSED = grpc.StatusCode.UNAUTHENTICATED
 
 
-def keep_busy(host: DataHost) -> Iterator:
-    """The batches of an epoch in which all workers of a host have begun one of the SLOW samples."""
-    batches = iter(service(up(host), BUSY))
-    next(batches)
-    wait_until(lambda: host.said().count("asleep") == host.options["num_workers"], seconds=30)
+def serves(host: DataHost) -> bool:
+    batches = loader_of([host], Numbers(), batch_size=20)
+    return [sample["index"] for batch in batches for sample in batch] == [*range(61)]
+
+
+def keep_busy(host: DataHost) -> DataLoader:
+    """Have a sample prepared that takes for ever; return the iterator that waits for it."""
+    batches = iter(loader_of([host], Troubled(), [[SLOW]], num_workers=1))
+    wait_until(lambda: "asleep" in host.said())
     return batches
-
-
-def serves_on(host: DataHost) -> bool:
-    batches = service([host], [[i] for i in range(SAMPLES)])
-    return [batch["index"].item() for batch in batches] == list(range(SAMPLES))
 
 
 # Where
 
 
 def test_port_in_use_is_refused(start):
-    [host] = up(start("zoo"))
-    second = start("zoo", address=host.address)
+    [host] = up(start())
+    second = start(address=host.address)
     assert second.process.wait(timeout=60) != 0
-    assert f"OSError: cannot listen at '{host.address}': in use" in second.said()
+    assert f"feed: cannot listen at '{host.address}': in use, or not this host's" in second.said()
+    assert serves(host)
+
+
+def test_a_server_without_a_token_is_refused(start):
+    host = start(token="")
+    assert host.process.wait(timeout=60) == 2
+    assert "HETERO_TOKEN must be the job's token" in host.said()
 
 
 @pytest.mark.thorough
@@ -67,160 +78,209 @@ def test_addresses_of_all_kinds(start):
         kinds += [("[::1]", "[::1]"), ("[::]", "127.0.0.1")]
     ports = [free_port() for _ in kinds]
     for (serve_at, _), port in zip(kinds, ports, strict=True):
-        start("zoo", address=f"{serve_at}:{port}")
+        start(address=f"{serve_at}:{port}")
     for (_, ask_at), port in zip(kinds, ports, strict=True):
-        assert len(RemoteDataset([f"{ask_at}:{port}"], TOKEN)) == len(Zoo())
+        assert remote([Namespace(address=f"{ask_at}:{port}")], Numbers())[3]["index"] == 3
 
 
-# What it says when it can't
+# Strangers
 
 
-def test_a_dataset_that_no_worker_can_load_ends_the_server(start):
-    host = start("unloadable", num_workers=2)
-    assert host.process.wait(timeout=60) != 0
-    said = host.said()
-    assert "RuntimeError: a worker process has died (exit code 1); is there memory for the" in said
-    assert "LookupError: no such file" in said  # what the Dataset itself had to say
+class Evil:
+    """What a stranger would like to be unpickled: it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return Path.touch, (self.path,)
 
 
-def test_serve_without_a_guard_says_so(tmp_path):
-    program = tmp_path / "unguarded.py"
-    program.write_text(
-        f"import sys\nsys.path[:0] = {sys.path!r}\n"
-        f"from feed.server import serve\nserve(range(9), '127.0.0.1:{free_port()}', 'a token')\n"
-    )
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
-    assert 'RuntimeError: put serve under `if __name__ == "__main__":`' in done.stderr
-
-
-# Strangers, and clients that have gone
-
-
-def test_strangers_and_garbage_are_refused_and_do_no_harm(start):
-    """One line in the log for all refused calls within ten seconds."""
-    [host] = up(start("zoo"))
+def test_nothing_of_a_stranger_is_unpickled_and_the_log_has_a_line(start, tmp_path):
+    """One for all refused calls within ten seconds."""
+    [host] = up(start())
+    file = tmp_path / "made"
+    evil = pickle.dumps(Evil(file))
+    request = wire.messages.Request(dataset=bytes(32), chunk=evil).SerializeToString()
+    signed = {name: hashlib.sha256(data).digest() for name, data in [("r", request), ("e", evil)]}
+    _, overheard = wire.sign(TOKEN, signed["r"])  # a stranger may see those of other calls
+    key, code = overheard[0]
     with grpc.insecure_channel(host.address) as channel:
-        ask = channel.unary_stream(f"/{SERVICE}/Batch", messages.BatchRequest.SerializeToString)
-        many = messages.BatchRequest(indices=range(2_000_000))
-        for request, token, code in [
-            (messages.BatchRequest(), "a guess", grpc.StatusCode.UNAUTHENTICATED),
-            (messages.BatchRequest(), "", grpc.StatusCode.UNAUTHENTICATED),
-            (messages.BatchRequest(), TOKEN, grpc.StatusCode.FAILED_PRECONDITION),
-            (many, TOKEN, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ask = channel.unary_stream(f"/{wire.SERVICE}/Ask")
+        upload = channel.stream_unary(f"/{wire.SERVICE}/Upload")
+        for metadata in [
+            [],
+            [(key, b"")],
+            [(key, code[:-1] + bytes([code[-1] ^ 1]))],
+            wire.sign("a guess", signed["r"])[1],
+            wire.sign("", signed["r"])[1],
         ]:
-            with pytest.raises(grpc.RpcError) as refused:
-                list(ask(request, metadata=[("authorization", f"Bearer {token}")]))
-            assert refused.value.code() is code
-        silent = channel.stream_unary(f"/{SERVICE}/Batch")  # calls that never say more
+            for call in (
+                lambda metadata=metadata: list(ask(request, metadata=metadata)),
+                lambda metadata=metadata: upload(iter([evil] * 99), metadata=metadata),
+            ):
+                with pytest.raises(grpc.RpcError) as refused:
+                    call()
+                assert refused.value.code() is REFUSED
+        with pytest.raises(grpc.RpcError):  # signed is something else
+            list(ask(request + b"\0\0", metadata=overheard))
+        upload(iter([evil]), metadata=overheard)  # signed is something else here, too
+        with pytest.raises(grpc.RpcError) as refused:
+            list(ask(bytes(100 << 20), metadata=overheard))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert serves(host)
+    assert not file.exists()
+    assert 1 <= host.said().count("feed: refused a call from ipv4:127.0.0.1:") <= 3
+
+
+def test_garbage_and_calls_that_never_say_more_do_no_harm(start):
+    [host] = up(start())
+    before = sum(process.memory_info().rss for process in host.processes())
+    with grpc.insecure_channel(host.address) as channel:
+        silent = channel.stream_unary(f"/{wire.SERVICE}/Upload")
         silence = threading.Event()
         calls = [silent.future(iter(silence.wait, None)) for _ in range(3000)]
         codes = {call.exception(timeout=60).code() for call in calls}
         silence.set()
-    assert grpc.StatusCode.UNAUTHENTICATED in codes  # others: too many at once
+    assert REFUSED in codes  # others: too many at once
     with socket.create_connection(("127.0.0.1", int(host.address.split(":")[1]))) as stranger:
         stranger.sendall(os.urandom(100_000))
-        assert serves_on(host)
-    assert host.said().count("feed: refused a call from ipv4:127.0.0.1:") <= 3  # in half a minute
+        assert serves(host)
+    after = sum(process.memory_info().rss for process in host.processes()[:2])
+    assert after < before + (200 << 20)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("end", ["kill", "suspend"])
+EVIL_SERVER = """
+import concurrent.futures, grpc, os, pathlib, pickle, sys, time
+from feed import wire
+
+class Evil:
+    def __reduce__(self):
+        return pathlib.Path.touch, (pathlib.Path(sys.argv[2]),)
+
+def ask(request, context):
+    reply = wire.messages.Reply(state=wire.RAISED, value=pickle.dumps(Evil()), workers=1)
+    yield wire.seal("a guess", os.urandom(16), reply)
+
+server = grpc.server(concurrent.futures.ThreadPoolExecutor())
+methods = {"Ask": grpc.unary_stream_rpc_method_handler(ask)}
+server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(wire.SERVICE, methods)])
+server.add_insecure_port(sys.argv[1])
+server.start()
+print("serving", flush=True)
+server.wait_for_termination()
+"""
+
+
+def test_nothing_of_a_stranger_at_a_data_host_s_address_is_unpickled(tmp_path):
+    address, file = f"127.0.0.1:{free_port()}", tmp_path / "made"
+    command = [sys.executable, "-c", EVIL_SERVER, address, file]
+    with subprocess.Popen(command, cwd=CODE, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout.readline() == b"serving\n"
+            with pytest.raises(PermissionError, match="a reply without a valid MAC: have both"):
+                next(iter(loader_of([Namespace(address=address)], Numbers())))
+        finally:
+            server.kill()
+    assert not file.exists()
+
+
+# Clients that have gone or are slow, and memory
+
+
+CLIENT = f"""if True:
+    import sys
+    sys.path[:0] = {sys.path!r}
+    from data_hosts import *
+    for batch in DataLoader(RemoteDataset(Troubled()), batch_sampler=[[{BIG}]] * 1000):
+        print("batch", flush=True)"""
+
+
+@pytest.mark.parametrize("end", [pytest.param("kill", marks=pytest.mark.thorough), "suspend"])
 def test_a_client_that_dies_or_hangs_in_mid_transfer_does_not_hold_up_others(start, end):
-    [host] = up(start("zoo"))
-    code = f"""if True:
-        import sys
-        sys.path[:0] = {sys.path!r}
-        from data_hosts import *
-        dataset = RemoteDataset([{host.address!r}], TOKEN)
-        loader = DataLoader(RemoteBatches(dataset, BatchKeys([[{BIG}]] * 1000)), batch_size=None)
-        for batch in loader:
-            print("batch", flush=True)"""
-    client = psutil.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    [host] = up(start())
+    environment = {"HETERO_DATA_HOSTS": host.address, "HETERO_TOKEN": TOKEN}
+    client = psutil.Popen(
+        [sys.executable, "-c", CLIENT],
+        stdout=subprocess.PIPE,
+        env={**os.environ, **environment},
+    )
     try:
-        assert client.stdout.readline() == b"batch\n"
+        assert b"batch\n" in iter(client.stdout.readline, b"")
         getattr(client, end)()
-        assert serves_on(host)
+        assert serves(host)
     finally:
         client.kill()
         client.communicate()
 
 
-# Memory
-
-
 @pytest.mark.thorough
-def test_memory_stays_flat(start):
-    [host] = up(start("zoo", num_workers=2))
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_memory_stays_flat(start, num_workers):
+    [host] = up(start(workers=2))
     count, early = (10_000, 1000) if SOAK else (1000, 200)
+    numbers = [[*range(49), BIG]] * count if SOAK else [[*range(50)]] * count
     sizes = []
-    for number, _ in enumerate(service([host], [list(range(50))] * count), start=1):
-        if number in (early, count):
-            everyone = [psutil.Process(), *host.processes()]
-            sizes.append([process.memory_info().rss / 2**20 for process in everyone])
-    growth = [after - before for before, after in zip(*sizes, strict=True)]  # MiB, by process
+    batches = iter(loader_of([host], Troubled(), numbers, num_workers=num_workers))
+    for number, _ in enumerate(batches, start=1):
+        if number in (early, count - 20):
+            everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
+            sizes.append({process: process.memory_info().rss >> 20 for process in everyone})
+    growth = [after - sizes[0][process] for process, after in sizes[1].items()]  # MiB
     assert max(growth) < 20, growth
 
 
 @pytest.mark.skipif(not SOAK, reason="takes 10 GB of memory: make soak")
-def test_batches_of_more_than_a_gibibyte(start):
-    for number, batch in enumerate(service([start("huge")], [[0], [1]])):
-        assert batch.nbytes > 2**30
-        assert torch.equal(batch[0], torch.arange(number, number + batch.shape[1]))
+def test_samples_of_more_than_a_gibibyte(start):
+    for number, [sample] in enumerate(loader_of(up(start()), Huge(), batch_size=1)):
+        assert sample.nbytes > 2**30
+        assert torch.equal(sample, torch.arange(number, number + sample.shape[0]))
 
 
 # Its end
 
 
-@pytest.mark.parametrize("workers, signals", [(1, 1), (2, 5)])
-def test_sigterm_to_all_of_a_busy_host_s_processes_ends_them_soon(
-    start, monkeypatch, workers, signals
-):
-    folder = tempfile.mkdtemp()  # with a short name, as the sockets in it need
-    monkeypatch.setenv("TMPDIR", folder)
-    host = start("zoo", num_workers=workers)
-    batches = keep_busy(host)
+def test_sigterm_to_all_of_a_busy_host_s_processes_ends_them_soon(start):
+    [host] = up(start(workers=2))
+    waiting = keep_busy(host)
     processes = host.processes()
-    for _ in range(signals):  # as the launcher sends it, and perhaps SageMaker, too
+    for _ in range(5):  # as the launcher sends it, and perhaps SageMaker, too
         os.killpg(host.process.pid, signal.SIGTERM)
         time.sleep(0.02)
-    assert host.process.wait(timeout=10) == 0
+    assert host.process.wait(timeout=30) == 0
     wait_until(lambda: all(map(has_ended, processes)))
-    said = host.said()
-    assert "worker" not in said and "Traceback" not in said
-    os.rmdir(folder)  # it is empty
-    del batches
+    assert "Traceback" not in host.said()
+    del waiting
 
 
-@pytest.mark.parametrize("at_its_start", [True, False])
-def test_sigterm_while_a_worker_is_started_ends_the_host_too(start, at_its_start):
-    """The first one, or one that replaces it over a batch that is waited for."""
-    host = start("heavy")
-    if not at_its_start:
-        batches = iter(service(up(host), BUSY))
-        next(batches)
-        [first] = host.workers()
-        first.kill()
-        wait_until(lambda: host.workers() and host.workers() != [first], seconds=30)
-    else:
-        wait_until(lambda: "loading" in host.said(), seconds=60)
+def test_sigterm_while_a_dataset_is_loaded_ends_it_too(start):
+    [host] = up(start())
+    waiting = iter(loader_of([host], TakesItsTime(), num_workers=1))
+    wait_until(lambda: "loading" in host.said())
     processes = host.processes()
     host.process.terminate()
-    assert host.process.wait(timeout=10) == 0
+    assert host.process.wait(timeout=30) == 0
     wait_until(lambda: all(map(has_ended, processes)))
+    del waiting
 
 
-def test_sigterm_that_another_thread_of_the_server_takes_ends_it(start):
-    [host] = up(start("zoo"))
-    another = next(thread.id for thread in host.process.threads() if thread.id != host.process.pid)
-    assert ctypes.CDLL(None).tgkill(host.process.pid, another, signal.SIGTERM) == 0
-    assert host.process.wait(timeout=10) == 0
-
-
-def test_no_worker_outlives_its_server(start):
-    host = start("zoo", num_workers=2)
-    batches = keep_busy(host)
+def test_no_process_outlives_the_first_one(start):
+    [host] = up(start())
+    waiting = keep_busy(host)
     processes = host.processes()
-    host.kill()
+    assert len(processes) == 1 + 1 + 1 + 1  # it, the front, who holds the Dataset, and a worker
+    host.process.kill()
     wait_until(lambda: all(map(has_ended, processes)))
-    del batches
+    del waiting
+
+
+def test_a_front_that_dies_ends_the_host(start):
+    [host] = up(start())
+    waiting = keep_busy(host)
+    processes = host.processes()
+    front = next(p for p in processes[1:] if p.net_connections("tcp"))
+    front.kill()
+    assert host.process.wait(timeout=30) == 1
+    wait_until(lambda: all(map(has_ended, processes)))
+    assert "feed: the process that serves has ended" in host.said()
+    del waiting

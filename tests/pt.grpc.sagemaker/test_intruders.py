@@ -39,15 +39,20 @@ def job(jobs: Jobs) -> Running:
 @pytest.fixture
 def unharmed(job: Running):
     """After the test training goes on, and no process has grown much."""
-    before = {process: process.memory_info().rss for process in job.processes()}
+    before = {}
+    for process in job.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's, whose epoch is over
+            before[process] = process.memory_info().rss
     yield
     step = last_step(job)
     deadline = time.monotonic() + 30
     while last_step(job) < step + 3:
         assert time.monotonic() < deadline, f"training has stopped at step {step}"
         time.sleep(0.3)
-    after = {process: process.memory_info().rss for process in before}
-    grown = {process: after[process] - before[process] for process in before}
+    grown = {}
+    for process, size in before.items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            grown[process] = process.memory_info().rss - size
     assert max(grown.values()) < GIVEN_UP, grown
 
 
@@ -57,8 +62,11 @@ def last_step(job: Running) -> int:
 
 def listeners(job: Running) -> list[tuple[str, int]]:
     """Where the job's processes listen: launcher, rank 0, data servers, and gloo in each rank."""
-    connections = [c for process in job.processes() for c in process.net_connections("tcp")]
-    found = {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+    found = set()
+    for process in job.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's, whose epoch is over
+            connections = process.net_connections("tcp")
+            found |= {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
     return [("127.0.0.1" if ip in ("0.0.0.0", "::") else ip, port) for ip, port in found]
 
 
@@ -108,10 +116,10 @@ def test_wrong_token_and_a_host_that_is_there_are_refused_with_a_line(job: Runni
 def test_wrong_token_is_refused_by_data_servers_with_a_line(job: Running, unharmed):
     feed = next(a for a in listeners(job) if a[1] == first_port(job) + 2)
     with grpc.insecure_channel(f"{feed[0].removeprefix('::ffff:')}:{feed[1]}") as channel:
-        describe = channel.unary_unary("/dataset_feed.DatasetFeed/Describe")
+        ask = channel.unary_unary("/dataset_feed.DatasetFeed/Ask")
         for _ in range(20):
             with pytest.raises(grpc.RpcError) as refused:
-                describe(b"", metadata=[("authorization", "Bearer x")])
+                ask(b"", metadata=[("feed-bin", bytes(80))])
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     job.jobs.wait_for_log(job.name, "refused a call")
     assert sum("refused a call" in line for line in job.log()) <= 2  # in 20 calls
@@ -121,13 +129,14 @@ def test_calls_without_a_token_that_never_say_more(job: Running, unharmed):
     """More of them than a data server takes at a time; training asks for batches meanwhile."""
     feed = next(a for a in listeners(job) if a[1] == first_port(job) + 2)
     with grpc.insecure_channel(f"{feed[0].removeprefix('::ffff:')}:{feed[1]}") as channel:
-        method = channel.stream_unary("/dataset_feed.DatasetFeed/Describe")
+        method = channel.stream_unary("/dataset_feed.DatasetFeed/Upload")
         silence = threading.Event()
-        calls = [method.future(iter(silence.wait, None)) for _ in range(600)]
+        calls = [method.future(iter(silence.wait, None)) for _ in range(3000)]
         codes = {call.exception(timeout=10).code() for call in calls}
         silence.set()
     assert grpc.StatusCode.UNAUTHENTICATED in codes  # others: too many at once
-    assert codes <= {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+    refused = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.CANCELLED}  # as said, or cut off
+    assert codes <= {*refused, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 def test_refusals_are_few_and_the_job_ends_as_it_should(job: Running):

@@ -110,7 +110,7 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_either_parallelism(tmp
 
 
 def test_wrong_value_gets_one_sentence(monkeypatch, tmp_path):
-    command = "train_dnn.py --data-mode synthetic --max-steps 1 --parallelism zero"
+    command = "--data-mode synthetic --max-steps 1 --parallelism zero"
     sentence = refusal(command, monkeypatch)
     assert re.search(r"--parallelism: invalid choice: 'zero' .*ddp.*fsdp", sentence)
 

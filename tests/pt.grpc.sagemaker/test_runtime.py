@@ -331,7 +331,9 @@ def test_launcher_refuses_what_it_does_not_know(jobs: Jobs, groups, hyperparamet
     job = jobs.run(
         {
             **RUNTIME,
-            **{n: (CODE / n).read_text() for n in ("arguments.py", "launcher.py", "feed/spare.py")},
+            # All that it imports: neither torch nor gRPC, which take seconds and memory.
+            **{name: (CODE / name).read_text() for name in ("arguments.py", "launcher.py")},
+            **{name: (CODE / name).read_text() for name in ("feed/__init__.py", "feed/spare.py")},
         },
         "exec python launcher.py",
         groups,

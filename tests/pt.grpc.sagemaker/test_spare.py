@@ -4,18 +4,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 import endings
-from data_hosts import service, up, wait_until
+from data_hosts import Paced, loader_of, up, wait_until
+from feed import spare
+from feed.host import Host
 from jobs import Jobs
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "pt.grpc.sagemaker" / "code"))
-
-from feed import spare  # noqa: E402
-from feed.epoch import CALLS_BESIDE, MAX_THREADS, Host, share_calls  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -61,47 +57,39 @@ def test_where_the_policy_idle_is_forbidden_it_runs_at_the_lowest_priority():
     assert subprocess.check_output(command, text=True) == "19 1\n"
 
 
-def test_own_server_and_data_host_share_the_batches_and_either_does_for_both(start):
+def test_own_server_and_data_host_share_the_samples_and_either_does_for_both(start):
     address = f"unix-abstract:spare cores of {os.getpid()}"
-    own = start("paced", address=address, environment={"PACE": "50"})
-    hosts = up(own, start("paced", environment={"PACE": "51"}))
-    loader = service(hosts, [[i] for i in range(60)])
-    received = list(loader)
-    assert [indices.item() for indices, _ in received] == list(range(60))
-    served = Counter(pace.item() for _, pace in received)
-    assert min(served[50], served[51]) >= 20, served
+    own = start(address=address, environment={"PACE": "20"})
+    hosts = up(own, start(environment={"PACE": "21"}))
+    batches = iter(loader_of(hosts, Paced(), batch_size=8, num_workers=1))
+    seen = []
 
+    def served(count: int) -> Counter:
+        """Return how many samples of the next batches were prepared at which pace."""
+        samples = [sample for _ in range(count) for sample in next(batches)]
+        seen.extend(index for index, _ in samples)
+        return Counter(pace for _, pace in samples)
+
+    share = served(20)
+    assert min(share[20], share[21]) >= 40, share
     own.kill()
-    assert {pace.item() for _, pace in loader} == {51}
+    served(4)  # those of before
+    assert {*served(4)} == {21}
     own.start()
     up(own)
     hosts[1].kill()
-    assert [indices.item() for indices, _ in loader] == list(range(60))
+    served(4)
+    assert {*served(4)} == {20}
+    assert seen == [*range(len(seen))]
 
 
 def test_ranks_of_a_host_share_its_own_server_and_all_ranks_the_others(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert Host("unix-abstract:own", workers=6).calls() == 3 + CALLS_BESIDE
-    assert Host("algo-1:7712", workers=6).calls() == 6 + CALLS_BESIDE  # one rank in all, here
-
-
-@pytest.mark.parametrize(
-    "workers, calls",
-    [
-        ([2], [4]),
-        ([100], [64]),
-        ([2, 36], [4, 38]),
-        ([100, 2, 72], [30, 4, 30]),
-        ([2, 0], [4, 60]),  # one that has not answered may have any number
-        ([5] * 100, [1] * 100),
-    ],
-)
-def test_calls_that_a_small_server_leaves_are_the_large_ones(workers, calls):
-    """All hosts together have MAX_THREADS, or one each."""
-    hosts = [Host(f"algo-{number}:7712", count) for number, count in enumerate(workers)]
-    share_calls(hosts)
-    assert [host.calls() for host in hosts] == calls
-    assert sum(calls) <= max(MAX_THREADS, len(hosts))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for address, share in [("unix-abstract:own", 3), ("algo-1:7712", 1.5)]:
+        host = Host(address, "a token")
+        host.workers = 6
+        assert host.share() == share
 
 
 @pytest.mark.thorough
@@ -114,9 +102,9 @@ def test_a_training_host_serves_its_own_ranks_and_survives_its_server_s_end(jobs
         hyperparameters={"spare-cores": 1},
         groups={"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)},
     )
-    serving = f"serving 640 samples at unix-abstract:{job.host('dnn_group', 0)}:"
+    serving = f"serving at unix-abstract:{job.host('dnn_group', 0)}:"
     jobs.wait_for_log(job.name, serving)
-    server = job.process("train_data.py", host=job.host("dnn_group", 0))
+    server = job.process("feed.server", host=job.host("dnn_group", 0))
     wait_until(lambda: os.sched_getscheduler(server.pid) == os.SCHED_IDLE)
     server.kill()
     job.finish_training(after=serving, times=2)

@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,10 @@ from PIL import Image, ImageDraw, ImageFont
 CODE = Path(__file__).parents[2] / "pt.grpc.sagemaker" / "code"
 sys.path.insert(0, str(CODE))
 
-import train_data  # noqa: E402
 import train_dnn  # noqa: E402
 from dataset import MEAN, STD, MnistDataset, milliseconds_per_sample  # noqa: E402
 from mnist import idx  # noqa: E402
 
-PROGRAMS = {"train_data.py": train_data, "train_dnn.py": train_dnn}
 STEP_LINE = re.compile(
     r"^step=(\d+) epoch=(\d+) loss=([\d.]+) step_time_ms=([\d.]+) data_wait_ms=([\d.]+) "
     r"samples_per_s=([\d.]+)$",
@@ -60,21 +59,22 @@ def digits(tmp_path_factory) -> Path:
     return folder
 
 
-def start(*command: str | Path) -> subprocess.Popen:
+def start(*command: str | Path, data_hosts: str = "") -> subprocess.Popen:
     """Start a Python program of the example (or a module, with -m)."""
+    job = {"HETERO_TOKEN": "a token", "HETERO_DATA_HOSTS": data_hosts, "PYTHONHASHSEED": "0"}
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=CODE,
-        env={**os.environ, "HETERO_TOKEN": "a token", "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, **job, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess:
+def run(*command: str | Path, data_hosts: str = "") -> subprocess.CompletedProcess:
     """Run one to its end."""
-    with start(*command) as program:
+    with start(*command, data_hosts=data_hosts) as program:
         try:
             output, errors = program.communicate(timeout=120)
         finally:
@@ -87,21 +87,20 @@ def torchrun(ranks: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
-def train(*arguments: str | Path, ranks: int = 0) -> str:
+def train(*arguments: str | Path, ranks: int = 0, data_hosts: str = "") -> str:
     """Run train_dnn.py, which must succeed, and return what it printed; 0 ranks: no torchrun."""
-    done = run(*(torchrun(ranks) if ranks else []), "train_dnn.py", *arguments)
+    command = [*(torchrun(ranks) if ranks else []), "train_dnn.py", *arguments]
+    done = run(*command, data_hosts=data_hosts)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def refusal(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Call a program's main function, since starting it takes seconds: with what does it end?"""
-    program, *arguments = command.split()
-    monkeypatch.setattr(sys, "argv", [program, *arguments])
-    monkeypatch.setenv("HETERO_TOKEN", "a token")
+    """Call train_dnn.py's main function, since starting it takes seconds: how does it end?"""
+    monkeypatch.setattr(sys, "argv", ["train_dnn.py", *command.split()])
     threads = torch.get_num_threads()
     with pytest.raises(SystemExit) as end:
-        PROGRAMS[program].main()
+        train_dnn.main()
     torch.set_num_threads(threads)
     assert "\n" not in end.value.code
     return end.value.code
@@ -210,35 +209,36 @@ def test_local_training_learns_and_says_so(local_run):
     for _, _, _, step_time, data_wait, samples_per_s in lines[:3]:
         assert 0 <= float(data_wait) <= float(step_time)
         assert float(samples_per_s) == pytest.approx(1000 * BATCH_SIZE / float(step_time), rel=0.01)
-    assert re.search(r"^data_ms_per_sample=\d+\.\d{3} workers=\d+$", output, re.MULTILINE)
+    assert re.search(r"^data_ms_per_sample=\d+\.\d{3}$", output, re.MULTILINE)
     assert float(re.search(r"^test_accuracy=([\d.]+)$", output, re.MULTILINE)[1]) > 0.6
     assert re.search(r"^training finished after step 80: loss [\d.]+$", output, re.MULTILINE)
     assert torch.load(folder / "model.pt")["fc2.bias"].shape == (10,)
 
 
 @pytest.fixture
-def data_hosts(digits):
+def data_hosts() -> Iterator[str]:
     """The addresses of two data hosts, which must end cleanly on SIGTERM."""
     with (
         socket.create_server(("127.0.0.1", 0)) as one,
         socket.create_server(("127.0.0.1", 0)) as two,
     ):
         addresses = [f"127.0.0.1:{server.getsockname()[1]}" for server in (one, two)]
-    command = ["train_data.py", "--train-dir", digits, "--augment", "2", "--workers", "1"]
-    hosts = [start(*command, "--bind", address) for address in addresses]
-    yield addresses
+    hosts = [start("-m", "feed.server", address, "--workers", "1") for address in addresses]
+    yield ",".join(addresses)
     for host in hosts:
         host.terminate()
-    for host in hosts:
+    for host, address in zip(hosts, addresses, strict=True):
         output, _ = host.communicate(timeout=60)
-        assert re.search(r"^data_ms_per_sample=\d+\.\d{3} workers=\d+$", output, re.MULTILINE)
+        assert f"serving at {address} workers=1\n" in output
+        assert "feed: a Dataset" in output  # both have had a part in it
         assert host.returncode == 0
 
 
-def test_two_data_hosts_train_the_same_model_as_local_mode(local_run, data_hosts, tmp_path):
-    arguments = ["--data-mode", "service", "--data-hosts", ",".join(data_hosts)]
-    output = train(*TRAINING, *arguments, "--model-dir", tmp_path)
+def test_two_data_hosts_train_the_same_model_as_local_mode(local_run, data_hosts, digits, tmp_path):
+    arguments = ["--data-mode", "service", "--train-dir", digits, "--augment", "2"]
+    output = train(*TRAINING, *arguments, "--model-dir", tmp_path, data_hosts=data_hosts)
     assert len(STEP_LINE.findall(output)) == 8
+    assert re.search(r"^data_ms_per_sample=\d+\.\d{3}$", output, re.MULTILINE)
     assert_same_model(tmp_path, local_run[0])
 
 
@@ -277,7 +277,7 @@ def test_two_ranks_train_like_one_with_twice_the_batch(digits, tmp_path):
 
 @pytest.mark.thorough
 def test_another_number_of_ranks_resumes_within_an_epoch(digits, tmp_path):
-    """Which samples each rank gets: test_feed.py. FSDP, and more ranks: test_parallelism.py."""
+    """Which samples each rank gets: below. FSDP, and more ranks: test_parallelism.py."""
     command = [*TRAINING, "--train-dir", digits, "--augment", "1", "--workers", "1"]
     command += ["--checkpoint-dir", tmp_path, "--model-dir", tmp_path]
     output = train(*command, "--max-steps", "27", ranks=2)
@@ -297,6 +297,31 @@ def test_another_number_of_ranks_resumes_within_an_epoch(digits, tmp_path):
     assert f"training was complete already: step={steps}\n" in output
     assert "nan" not in output
     assert (tmp_path / "model.pt").read_bytes() == (tmp_path / "expected.pt").read_bytes()
+
+
+@pytest.mark.parametrize("ranks_before, ranks", [(2, 2), (3, 2), (1, 3)])
+def test_what_is_left_of_an_epoch_is_each_sample_that_no_rank_has_seen(
+    ranks_before: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+):
+    """And it goes on with the batches that would have come, on as many ranks."""
+    dataset = range(240)
+
+    def left(ranks: int, samples_done: int) -> list[tuple[list[list[int]], int]]:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        at, found = train_dnn.Progress(epoch=1, samples_done=samples_done), []
+        for rank in range(ranks):
+            monkeypatch.setenv("RANK", str(rank))
+            found.append(train_dnn.batches_left(dataset, at, batch_size=8, seed=3))
+        return found
+
+    whole = left(ranks_before, 0)
+    assert all(first == 0 for _, first in whole)
+    seen = [i for batches, _ in whole for batch in batches[:3] for i in batch]
+    rest = left(ranks, samples_done=ranks_before * 3 * 8)
+    if ranks == ranks_before:
+        assert rest == [(batches[3:], 3) for batches, _ in whole]
+    new = [i for batches, _ in rest for batch in batches for i in batch]
+    assert sorted(seen + new) == [*dataset]
 
 
 @pytest.mark.thorough
@@ -330,19 +355,21 @@ def test_synthetic_mode_needs_no_data(tmp_path):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("train_dnn.py --data-mode service", "service needs --data-hosts"),
-        ("train_dnn.py --data-mode synthetic", "say how many --max-steps"),
-        ("train_dnn.py --train-dir /nowhere", "neither train-images-.* the folder /nowhere"),
-        ("train_dnn.py --data-mode synthetic --max-steps 1 --model huge", "no model 'huge'"),
-        ("train_dnn.py --train-dir . --max-steps -1", "--max-steps: must be 0 or more, not -1"),
-        ("train_dnn.py --train-dir . --seed 4294967296", "--seed: must be from 0 to 4294967295"),
+        ("--data-mode service --train-dir .", "needs data hosts, in HETERO_DATA_HOSTS"),
         (
-            "train_dnn.py --data-mode synthetic --max-steps 1 --test-dir /nowhere",
+            "--data-mode service",
+            "--data-mode service needs --train-dir, the training files' folder",
+        ),
+        ("--data-mode synthetic", "say how many --max-steps"),
+        ("--train-dir /nowhere", "neither train-images-.* the folder /nowhere"),
+        ("--data-mode synthetic --max-steps 1 --model huge", "no model 'huge'"),
+        ("--train-dir . --max-steps -1", "--max-steps: must be 0 or more, not -1"),
+        ("--train-dir . --seed 4294967296", "--seed: must be from 0 to 4294967295"),
+        (
+            "--data-mode synthetic --max-steps 1 --test-dir /nowhere",
             "neither t10k-images-.* the folder /nowhere",
         ),
-        ("train_dnn.py --train-dir . --epoch 3", "unrecognized arguments: --epoch 3"),
-        ("train_data.py --train-dir . --bind x --worker 3", "unrecognized arguments: --worker 3"),
-        ("train_data.py --train-dir /nowhere --bind 127.0.0.1:1", "the folder /nowhere"),
+        ("--train-dir . --epoch 3", "unrecognized arguments: --epoch 3"),
     ],
 )
 def test_bad_arguments_get_one_sentence(command, message, monkeypatch):

@@ -183,7 +183,7 @@ def test_a_damaged_record_is_the_failure_reason(start, tmp_path: Path):
 def kill_data_server(job: endings.Running, number: int) -> None:
     """Kill a data host's server; wait until it is back, and training has gone on for long."""
     workers = sum("worker at" in line for line in job.log())
-    job.kill_data_servers([number], times=1)
+    job.kill_data_servers([number], times=1, program="train_data.py")
     job.jobs.wait_for_log(job.name, "worker at", seconds=60, times=workers + 1)
     done = max(int(line.split("=")[1].split()[0]) for line in job.log() if line.startswith("step="))
     # Passes enough for the dispatcher to have given out all files again.

@@ -1,9 +1,30 @@
-"""A torch Dataset on other machines: copy this folder, and read it in this order.
+"""A torch Dataset on data hosts, by one line of a training script: copy this folder.
 
-batches.py            which samples are in which batch, and with which random numbers
-client.py             what a training script has of the data hosts: a Dataset, and its batches
-epoch.py              how they are fetched: which host is asked for which, and when
-server.py, worker.py  what a data host does: serve the batches that its worker processes prepare
-wire.py               how a batch travels, with dataset_feed.proto
-spare.py              the cores of a training host on which one more data server runs
+    dataset = RemoteDataset(MyDataset(...))
+
+remote.py   the line: RemoteDataset; source.py: where its samples come from
+epochs.py   which batch it is asked for: what torch's DataLoader knows of it
+fetch.py    which data host is asked for what; host.py: one of them
+samples.py  how samples are prepared, with which random numbers
+travel.py   how the Dataset travels to the data hosts
+wire.py     how samples travel back, with dataset_feed.proto
+server.py   a data host: python -m feed.server HOST:PORT; front.py: what it answers
+worker.py   its processes that have Datasets
+spare.py    the cores of a training host on which one more data server runs
 """
+
+from typing import Any
+
+__all__ = ["RemoteDataset", "as_is"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import remote.py, and with it torch, for its names alone.
+
+    A launcher needs spare.py only, and server.py has something to do before torch is imported.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module 'feed' has no attribute {name!r}")
+    from feed import remote
+
+    return getattr(remote, name)

@@ -1,6 +1,6 @@
 """The cores of a training host that its ranks leave, for a data server beside them.
 
-    python feed/spare.py 2,3,6,7 train_data.py ...
+    python feed/spare.py 2,3,6,7 -m feed.server ...
 
 runs the program on these vCPUs alone, and while nobody else wants to run there: Linux's scheduling
 policy IDLE. `cores` leaves whole physical cores to the ranks, since two vCPUs share one.

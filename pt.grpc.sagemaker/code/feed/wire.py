@@ -1,16 +1,20 @@
-"""How a batch travels: a header that names its parts, then the bytes of its tensors and arrays.
+"""How requests and samples travel, and why nothing that a stranger sends is unpickled.
 
-Nothing is pickled, so no message can run code at its receiver. grpcio-tools compiles
-dataset_feed.proto when this module is imported, so that the messages' classes are those of the
-protobuf that is installed: containers have different ones.
+All that is pickled is covered by an HMAC with the job's token, which itself does not travel: a
+request by its digest, a Dataset by its digest, which is its name, and a reply by the nonce of its
+request, which it answers alone. The memory of tensors and arrays follows a reply as it is, without
+a MAC, since it is never interpreted. grpcio-tools compiles dataset_feed.proto when this module is
+imported, so that the messages' classes are those of the protobuf that is installed.
 """
 
-import functools
-import math
+import hashlib
+import hmac
+import os
+import pickle
 import subprocess
 import sys
-from collections import namedtuple
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,135 +38,144 @@ def _compile(name: str) -> SimpleNamespace:
 
 
 messages = _compile("dataset_feed.proto")
+READY, UNKNOWN, WAITING, RAISED = range(4)  # the proto's State
 
-SERVICE = "dataset_feed.DatasetFeed"
-FRAME = 1 << 20  # bytes of a batch in one message
+SERVICE, METADATA_KEY = "dataset_feed.DatasetFeed", "feed-bin"
+FRAME = 1 << 20  # bytes in one message
+ALIGNMENT = 64  # of each tensor's memory
+SMALL = 1024  # bytes; less stays in the pickle
+NONCE, DIGEST = 16, 32  # bytes
+MAIN = "__main__", "__mp_main__"  # the training script; the latter in a process that was spawned
 KEEPALIVE = [  # of both sides, to notice within 20 s a peer that hangs or has gone
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),  # no limit: also while a batch takes minutes
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: also while a chunk takes minutes
 ]
-CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", -1),  # the header of a batch may be long
-    ("grpc.http2.bdp_probe", 0),  # its wider window would let in a batch that is to wait
-    ("grpc.http2.lookahead_bytes", FRAME),
-    ("grpc.enable_http_proxy", 0),  # hosts of one job talk directly
-    ("grpc.use_local_subchannel_pool", 1),  # a connection for each channel
-    ("grpc.initial_reconnect_backoff_ms", 100),  # hosts of one job start at about the same time
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 10_000),  # the time that one attempt may take
-    *KEEPALIVE,
-]
-SCALARS = {bool: "boolean", int: "integer", float: "real", str: "text", bytes: "octets"}
 
 
-class DatasetError(RuntimeError):
-    """The Dataset or collate_fn raised on a data host, or killed its process; the text says how."""
+class BrokenReply(Exception):
+    """A reply that has not come whole; says what is missing."""
 
 
-def describe(value: Any, memory: list[np.ndarray], path: str = "batch") -> Any:
-    """Return the `messages.Value` of a batch; append its tensors' and arrays' bytes to `memory`.
+def mac(token: str, *parts: bytes) -> bytes:
+    """Return the HMAC of some bytes; all parts but the last have a fixed length."""
+    return hmac.new(token.encode(), b"".join(parts), hashlib.sha256).digest()
 
-    The bytes are 1-dimensional uint8 arrays, which share memory with `value` where they can. Raises
-    TypeError with the `path` of the first part whose exact type the proto does not list: a subclass
-    (except a namedtuple) would arrive as its base class.
+
+def sign(token: str, digest: bytes) -> tuple[bytes, list[tuple[str, bytes]]]:
+    """Return a new nonce, and the metadata of a call that sends what has this digest."""
+    nonce = os.urandom(NONCE)
+    return nonce, [(METADATA_KEY, nonce + digest + mac(token, b"call ", nonce, digest))]
+
+
+def verify(token: str, metadata: Any) -> tuple[bytes, bytes] | None:
+    """Return nonce and digest of a call, or None if it does not come from this job."""
+    given = bytes(dict(metadata).get(METADATA_KEY, b""))
+    nonce, digest, code = given[:NONCE], given[NONCE : NONCE + DIGEST], given[NONCE + DIGEST :]
+    is_ours = hmac.compare_digest(code, mac(token, b"call ", nonce, digest))
+    return (nonce, digest) if is_ours else None
+
+
+def seal(token: str, nonce: bytes, reply: Any) -> bytes:
+    """Return a Reply to the call with this nonce, as it travels."""
+    content = reply.SerializeToString()
+    return mac(token, b"reply", nonce, content) + content
+
+
+def unseal(token: str, nonce: bytes, data: bytes) -> Any:
+    """Return the Reply, or raise PermissionError if it is no answer to this call."""
+    if not data:
+        raise BrokenReply("it has ended")
+    code, content = data[:DIGEST], data[DIGEST:]
+    if not hmac.compare_digest(code, mac(token, b"reply", nonce, content)):
+        raise PermissionError("a reply without a valid MAC: have both sides the same HETERO_TOKEN?")
+    return messages.Reply.FromString(content)
+
+
+class SamplePickler(pickle.Pickler):
+    """Pickles samples, but keeps the memory of their tensors and arrays apart, in `parts`."""
+
+    def __init__(self, file: BytesIO):
+        super().__init__(file, protocol=5, buffer_callback=self.keep_apart)
+        self.parts: list[memoryview] = []
+
+    def keep_apart(self, buffer: pickle.PickleBuffer) -> bool:
+        part = buffer.raw()
+        if part.nbytes >= SMALL:
+            self.parts.append(part)
+        return part.nbytes < SMALL
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and is_plain(value):
+            return reduced(value)
+        if isinstance(value, type) and value.__module__ in MAIN:
+            return of_main, (value.__qualname__,)  # the training script's: here it came by value
+        return NotImplemented
+
+
+def is_plain(value: torch.Tensor) -> bool:
+    """Whether the tensor is nothing but a block of memory."""
+    is_dense = value.layout is torch.strided and not value.is_quantized
+    return is_dense and value.device.type == "cpu" and not value.requires_grad
+
+
+def reduced(value: torch.Tensor) -> tuple:
+    """Return how a plain tensor is pickled: as its memory, of which this makes no copy."""
+    flat = value.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    buffer = pickle.PickleBuffer(flat.view(torch.uint8).numpy())
+    return tensor, (buffer, str(value.dtype)[6:], tuple(value.shape))
+
+
+def tensor(memory: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor in `memory`, which it shares."""
+    array = np.frombuffer(memory, np.uint8)
+    if not array.flags.writeable:
+        array = array.copy()
+    return torch.from_numpy(array).view(getattr(torch, dtype)).view(shape)
+
+
+def of_main(path: str) -> Any:
+    """Return a class of the training script."""
+    found = sys.modules["__main__"]
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def encode(value: Any) -> tuple[bytes, list[memoryview]]:
+    """Return the pickle of samples, and the memory that belongs to it."""
+    file = BytesIO()
+    pickler = SamplePickler(file)
+    pickler.dump(value)
+    return file.getvalue(), pickler.parts
+
+
+def decode(reply: Any, frames: Iterator[bytes]) -> Any:
+    """Return the samples of a Reply, in memory of their own, filled with the frames.
+
+    Raises BrokenReply when the frames are not as many bytes as the Reply says.
     """
-    kind = type(value)
-    if value is None:
-        return messages.Value(none=True)
-    if kind in SCALARS and (kind is not int or -(2**63) <= value < 2**63):
-        return messages.Value(**{SCALARS[kind]: value})
-    is_dense = kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized
-    if is_dense and value.device.type == "cpu":
-        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        memory.append(flat.view(torch.uint8).numpy())
-        name = str(value.dtype).removeprefix("torch.")
-        return messages.Value(tensor=messages.Array(dtype=name, shape=value.shape))
-    is_plain = kind is np.ndarray and not value.dtype.hasobject
-    if is_plain and np.dtype(value.dtype.str) == value.dtype:
-        memory.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-        return messages.Value(array=messages.Array(dtype=value.dtype.str, shape=value.shape))
-    if kind in (list, tuple):
-        items = [describe(item, memory, f"{path}[{i}]") for i, item in enumerate(value)]
-        return messages.Value(**{kind.__name__: messages.Sequence(items=items)})
-    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        items = [describe(getattr(value, f), memory, f"{path}.{f}") for f in kind._fields]
-        names = {"module": kind.__module__, "name": kind.__qualname__, "fields": kind._fields}
-        return messages.Value(namedtuple=messages.NamedTuple(items=items, **names))
-    if kind is dict:
-        keys = [describe(key, memory, f"key {key!r} of {path}") for key in value]
-        values = [describe(item, memory, f"{path}[{key!r}]") for key, item in value.items()]
-        return messages.Value(dict=messages.Mapping(keys=keys, values=values))
-    names = ("dtype", "layout", "device")
-    details = " ".join(str(getattr(value, name)) for name in names if hasattr(value, name))
-    raise TypeError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}{details and f' ({details})'}, which "
-        "cannot be sent: a batch may hold dense CPU tensors, NumPy arrays of plain dtypes, int of "
-        "up to 64 bits, float, bool, str, bytes and None, in any nesting of dict, list, tuple and "
-        "namedtuple"
-    )
+    starts = [0]
+    for size in reply.sizes:
+        starts.append(starts[-1] + size + -size % ALIGNMENT)
+    memory = aligned(starts[-1])
+    at = 0
+    for frame in frames:
+        if at + len(frame) > len(memory):
+            raise BrokenReply("more bytes than announced")
+        memory[at : at + len(frame)] = np.frombuffer(frame, np.uint8)  # without the GIL
+        at += len(frame)
+    if at < len(memory):
+        raise BrokenReply("fewer bytes than announced")
+    buffers = [
+        memory[start : start + size] for start, size in zip(starts, reply.sizes, strict=False)
+    ]
+    return pickle.loads(reply.value, buffers=buffers)
 
 
-def build(value: Any, memory: list[np.ndarray], pin_memory: bool = False) -> Any:
-    """Return what a `messages.Value` describes; append the bytes still to be filled to `memory`.
-
-    They are 1-dimensional uint8 arrays, in the order of `describe`'s. With `pin_memory` those of
-    tensors are page-locked.
-    """
-    kind = value.WhichOneof("kind")
-    content = getattr(value, kind)
-    if kind == "tensor":
-        shape, dtype = tuple(content.shape), getattr(torch, content.dtype)
-        size = math.prod(shape) * dtype.itemsize
-        flat = (
-            torch.empty(size, dtype=torch.uint8, pin_memory=True) if pin_memory else aligned(size)
-        )
-        memory.append(flat.numpy())
-        return flat.view(dtype).view(shape)
-    if kind == "array":
-        array = np.empty(tuple(content.shape), np.dtype(content.dtype))
-        memory.append(array.reshape(-1).view(np.uint8))
-        return array
-    if kind == "dict":
-        keys = [build(key, memory, pin_memory) for key in content.keys]
-        values = [build(item, memory, pin_memory) for item in content.values]
-        return dict(zip(keys, values, strict=True))
-    if kind in ("list", "tuple", "namedtuple"):
-        items = [build(item, memory, pin_memory) for item in content.items]
-        if kind == "namedtuple":
-            return like(content.module, content.name, tuple(content.fields))._make(items)
-        return items if kind == "list" else tuple(items)
-    return None if kind == "none" else content
-
-
-def aligned(size: int) -> torch.Tensor:
-    """Return an uninitialised uint8 tensor (size,), aligned to 64 bytes.
-
-    The memory is NumPy's, which asks Linux for huge pages: these are cleared faster.
-    """
-    memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return torch.from_numpy(memory[start : start + size])
-
-
-@functools.cache
-def like(module: str, name: str, fields: tuple[str, ...]) -> type:
-    """Return a namedtuple's class itself where its module has been imported, or else its like."""
-    found = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    is_it = isinstance(found, type) and getattr(found, "_fields", None) == fields
-    return found if is_it else namedtuple(name.split(".")[-1], fields, rename=True)
-
-
-def fill(memory: list[np.ndarray], frames: Iterator[bytes]) -> None:
-    """Copy the bytes of `frames`, which may end anywhere, into `memory`."""
-    frame = np.empty(0, np.uint8)
-    for part in memory:
-        while len(part):
-            if not len(frame):
-                frame = np.frombuffer(next(frames), np.uint8)
-            size = min(len(part), len(frame))
-            part[:size] = frame[:size]  # without the GIL
-            part, frame = part[size:], frame[size:]
+def aligned(size: int) -> np.ndarray:
+    """Return memory (size,), uint8. NumPy's, which asks Linux for huge pages: faster to clear."""
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size]

@@ -1,101 +1,202 @@
-"""The worker processes of a data host, which prepare its batches.
+"""The processes of a data host that have Datasets, none of which starts gRPC.
 
-They come from a fork server, because a fork of a running gRPC server can deadlock. Each has a copy
-of the Dataset, and a pipe of its own to the server. Nothing is in shared memory, of which a
-container may have little.
+    main process ─┬─ front (front.py): gRPC; hands each chunk to a free worker
+                  ├─ template of a Dataset: has it in memory, and forks ─┬─ worker
+                  ├─ template of another Dataset                         ├─ worker
+                  └─ ...                                                 └─ ...
+
+The main process and the templates have no threads, so that they can fork. What a template has in
+memory its workers share. Each process is killed when the one that has forked it ends.
 """
 
-import multiprocessing
+import contextlib
+import ctypes
+import gc
 import os
 import pickle
 import signal
 import socket
 import struct
-import threading
+import sys
+import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
-from feed.batches import BatchKey, SeededBatches
-from feed.wire import FRAME, describe, messages
+import torch
 
+from feed.samples import (
+    as_error,
+    begin,
+    check_is_map_style,
+    chunk_of,
+    prepare,
+    stand_in_for_ranks,
+    summary,
+)
+from feed.travel import generators_of
+from feed.wire import ALIGNMENT, FRAME, RAISED, READY, encode, messages
 
-class Worker:
-    """A worker process, as the server has it.
-
-    Methods raise EOFError if it has died, BlockingIOError if nothing comes for `timeout` seconds.
-    """
-
-    def __init__(self, timeout: float):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.utils.data", __name__])  # imported once for all
-        self.connection, its_end = context.Pipe()
-        self.process = context.Process(target=work, args=(its_end,), daemon=True)
-        self.process.start()
-        its_end.close()
-        self.pipe = socket.socket(fileno=os.dup(self.connection.fileno()))  # the same one
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            seconds = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
-            self.pipe.setsockopt(socket.SOL_SOCKET, option, seconds)
-
-    def load(self, pickled: bytes) -> None:
-        """Give it its SeededBatches, and wait until it has them."""
-        self.connection.send_bytes(pickled)
-        self.connection.recv_bytes()
-
-    def prepare(self, request: bytes) -> deque[bytes]:
-        """Return a batch's header and frames: all, so that no slow client keeps a worker busy."""
-        self.connection.send_bytes(request)
-        header, size = self.connection.recv()
-        parts = deque([header])
-        while size:
-            parts.append(self.pipe.recv(min(size, FRAME), socket.MSG_WAITALL))
-            if not parts[-1]:
-                raise EOFError
-            size -= len(parts[-1])
-        return parts
-
-    def end(self, error: Exception) -> str:
-        """Kill it, and return what has happened to it."""
-        self.process.kill()
-        self.process.join(10)
-        self.pipe.close()
-        died = f"has died (exit code {self.process.exitcode})"
-        return f"a worker process {'hangs' if isinstance(error, BlockingIOError) else died}"
+CHUNK_SECONDS = 300  # that a worker may be silent over a chunk before it is replaced
+MAKING_SECONDS = 3600  # and over making the Dataset, where a callable does
+PR_SET_PDEATHSIG = 1
 
 
-def work(connection: Connection) -> None:
-    """Prepare batches, until the server ends: what the process does."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # they are for the server
-    threading.Thread(target=end_with_server, daemon=True).start()
-    batches: SeededBatches = pickle.loads(connection.recv_bytes())
-    connection.send_bytes(b"ready")
-    pipe = socket.socket(fileno=os.dup(connection.fileno()))
-    while True:
-        header, memory = prepare(batches, connection.recv_bytes())
-        connection.send((header, sum(map(len, memory))))
-        for part in memory:
-            pipe.sendall(part)
-
-
-def end_with_server() -> None:
-    """End this process when the server has ended, whatever the Dataset is busy with."""
-    multiprocessing.parent_process().join()
+def fork(work: Callable, *arguments: Any) -> int:
+    """Run `work` in a new process, which is killed when this one ends; return its id."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
+        if os.getppid() == parent:
+            work(*arguments)
+    except SystemExit as error:
+        print(error.code, flush=True)
+    except (EOFError, ConnectionError):  # who has asked for this process has ended
+        os._exit(1)
+    except BaseException:
+        traceback.print_exc()
     os._exit(1)
 
 
-def prepare(batches: SeededBatches, request: bytes) -> tuple[bytes, list]:
-    """Return a batch's header, and the memory of its tensors and arrays."""
-    it, memory = messages.BatchRequest.FromString(request), []
+def fork_for_each(requests: socket.socket, work: Callable) -> None:
+    """Fork a process for each socket that comes through `requests`, until its other end closes."""
+    while True:
+        message, fds, _, _ = socket.recv_fds(requests, 1, 1)
+        with contextlib.suppress(ChildProcessError):  # there is none
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        if not message:
+            return
+        with socket.socket(fileno=fds[0]) as its:
+            fork(work, requests, its)
+
+
+def new_process(requests: socket.socket) -> socket.socket:
+    """Ask for a process by the other end of `requests`; return the socket to it."""
+    ours, its = socket.socketpair()
+    with its:
+        socket.send_fds(requests, [b"+"], [its.fileno()])
+    return ours
+
+
+def hold(main: socket.socket, requests: socket.socket) -> None:
+    """Have a Dataset in memory, and fork workers that share it: what a template does."""
+    main.close()
+    _, [payload], _, _ = socket.recv_fds(requests, 1, 1)
+    set_ranks = stand_in_for_ranks()
+    torch.set_num_threads(1)
+    state, value, made = READY, b"", ()
     try:
-        batch = batches[BatchKey(it.seed, it.epoch, it.number, list(it.indices))]
-        return messages.BatchHeader(batch=describe(batch, memory)).SerializeToString(), memory
-    except BaseException as error:  # libraries in Rust raise it, for one, and no Exception
-        return error_header(f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"), []
+        with open(payload, "rb") as file:
+            file.seek(0)
+            sys.path[:0] = map(os.path.abspath, pickle.load(file))
+            made = pickle.load(file)
+    except BaseException:
+        state, value = RAISED, as_error()
+    Connection(os.dup(requests.fileno())).send((state, value))
+    gc.freeze()  # the collector would write to the memory that is shared
+
+    def work(requests: socket.socket, pipe: socket.socket) -> None:
+        requests.close()
+        serve_chunks(pipe, set_ranks, *made)
+
+    fork_for_each(requests, work)
 
 
-def error_header(text: str) -> bytes:
-    """Return what is sent in a batch's place. A file name in the text may be no Unicode."""
-    text = text[:100_000].encode(errors="backslashreplace").decode()
-    return messages.BatchHeader(error=text).SerializeToString()
+def serve_chunks(
+    pipe: socket.socket,
+    set_ranks: Callable,
+    given: Any,
+    is_made: bool,
+    collate_fn: Callable | None,
+) -> None:
+    """Prepare one chunk after the other: what a worker process does."""
+    connection, file = Connection(os.dup(pipe.fileno())), pipe.makefile("wb", FRAME)
+    connection.send(os.getpid())
+    problem, init_fns = b"", {b""}
+    try:
+        dataset = given if is_made else given()
+        check_is_map_style(dataset)
+        begin(dataset, [], chunk_of([]), 0, None)  # for get_worker_info()
+        generators = generators_of((dataset, collate_fn))
+    except BaseException:
+        problem = as_error()
+    connection.send_bytes(b"ready")
+    while True:
+        request = connection.recv_bytes()
+        started, state, parts = time.perf_counter(), RAISED, []
+        try:
+            if problem:
+                value = problem
+            elif request:
+                chunk = pickle.loads(request)
+                set_ranks(chunk)
+                if chunk.init_fn not in init_fns:
+                    init_fns.add(chunk.init_fn)
+                    [init_fn] = pickle.loads(chunk.init_fn)
+                    init_fn(0)
+                value, parts = encode(prepare(dataset, generators, chunk, collate_fn))
+            else:
+                value, parts = encode(None if is_made else summary(dataset, generators))
+            state = RAISED if problem else READY
+        except BaseException:  # libraries in Rust raise it, for one, and no Exception
+            value = as_error()
+        sizes = [part.nbytes for part in parts]
+        connection.send((state, value, sizes, time.perf_counter() - started))
+        for part in parts:
+            file.write(part)
+            file.write(bytes(-part.nbytes % ALIGNMENT))
+        file.flush()
+        del parts
+
+
+class Worker:
+    """A worker process, as the front has it.
+
+    Methods raise EOFError if it has died, BlockingIOError if nothing comes for too long.
+    """
+
+    def __init__(self, holder: socket.socket):
+        self.pipe, self.pid = new_process(holder), 0
+        self.connection = Connection(os.dup(self.pipe.fileno()))
+        try:
+            self.allow(MAKING_SECONDS)
+            self.pid = self.connection.recv()
+            self.connection.recv_bytes()
+            self.allow(CHUNK_SECONDS)
+        except (OSError, EOFError) as error:
+            self.end(error)
+            raise
+
+    def allow(self, seconds: int) -> None:
+        """Choose for how long it may be silent."""
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self.pipe.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+
+    def prepare(self, chunk: bytes) -> tuple[Any, deque[bytes]]:
+        """Return Reply and frames: all, so that no slow client keeps a worker busy."""
+        self.connection.send_bytes(chunk)
+        state, value, sizes, seconds = self.connection.recv()
+        left, frames = sum(size + -size % ALIGNMENT for size in sizes), deque()
+        while left:
+            frames.append(self.pipe.recv(min(left, FRAME), socket.MSG_WAITALL))
+            if not frames[-1]:
+                raise EOFError
+            left -= len(frames[-1])
+        reply = messages.Reply(state=state, value=value, sizes=sizes, seconds=seconds)
+        return reply, frames
+
+    def end(self, error: Exception | None = None) -> str:
+        """Kill it, and return what has happened to it."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.connection.close()
+        self.pipe.close()
+        return "hangs" if isinstance(error, BlockingIOError) else "has died"

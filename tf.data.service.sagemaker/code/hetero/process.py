@@ -24,11 +24,14 @@ class Process:
     """A process that this host has started, in a session of its own."""
 
     def __init__(self, command: list[str], environment: dict[str, str], name: str = ""):
-        script = next((word for word in reversed(command) if word.endswith(".py")), command[0])
+        named = zip(["", *command], command, strict=False)
+        scripts = [word for before, word in named if before == "-m" or word.endswith(".py")]
+        script = [command[0], *scripts][-1]
         self.name = f"{name} of {script}" if name else script
         self.output: collections.deque[bytes] = collections.deque(maxlen=REMEMBERED)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        environment = {**os.environ, **environment}
+        # Sets and dicts in the same order in all processes, so that what they pickle is the same.
+        environment = {"PYTHONHASHSEED": "0", **os.environ, **environment}
         self.popen = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         self.reader = threading.Thread(target=self._pass_output_on, daemon=True)
         self.reader.start()

@@ -1,0 +1,181 @@
+"""What a data host answers: which Datasets it has, and which worker prepares which chunk."""
+
+import hashlib
+import os
+import queue
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+from feed import wire
+from feed.samples import as_error
+from feed.wire import RAISED, READY, UNKNOWN, WAITING, messages
+from feed.worker import Worker, new_process
+
+ATTEMPTS = 3  # at a chunk, and at a worker's start, over which processes end
+BEAT_SECONDS = 5  # between two replies that say that something is waited for
+MOST_DATASETS, MOST_MEMORY = 32, 0.4  # that are kept; share of the memory, by their pickles' size
+
+
+class Copy:
+    """A Dataset that this host has, or is getting."""
+
+    def __init__(self, state: int = WAITING, value: bytes = b""):
+        self.state, self.value = state, value  # WAITING, then READY, or RAISED with the exception
+        self.size, self.calls, self.used_at = 0, 0, time.monotonic()
+        self.holder: socket.socket | None = None  # the process that has it, and forks workers
+        self.is_dropped = False
+
+    def is_held(self) -> bool:
+        """Whether the process that has it is alive."""
+        try:
+            return self.holder.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:  # closed by `Front.drop`
+            return False
+
+
+class Front:
+    """What answers the calls, each in a thread of gRPC's."""
+
+    def __init__(self, main: socket.socket, token: str, workers: int):
+        self.main, self.token, self.workers, self.calls = main, token, workers, 0
+        self.copies: dict[bytes, Copy] = {}  # by digest
+        self.lock, self.deaths = threading.RLock(), Counter()  # of their processes, by digest
+        self.tasks: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        for _ in range(workers):
+            threading.Thread(target=self.mind_workers, daemon=True).start()
+
+    def ask(self, request: bytes, context: Any) -> Iterator[bytes]:
+        """Answer a call of Ask."""
+        nonce, digest = wire.verify(self.token, context.invocation_metadata())
+        if hashlib.sha256(request).digest() != digest:
+            raise ValueError("the request is not what its metadata announce")
+        for reply, frames in self.answer(messages.Request.FromString(request), context.is_active):
+            reply.workers, reply.calls = self.workers, self.calls
+            yield wire.seal(self.token, nonce, reply)
+            while frames:
+                yield frames.popleft()
+
+    def answer(self, asked: Any, is_wanted: Callable[[], bool]) -> Iterator[tuple[Any, deque]]:
+        """Yield Replies and their frames: WAITING every few seconds, until the last one."""
+        copy = self.copies.get(asked.dataset) or Copy(UNKNOWN)
+        if copy.state != READY:
+            # Who asks for samples had it here: it has been dropped, and somebody uploads it again.
+            state = UNKNOWN if asked.chunk and copy.state == WAITING else copy.state
+            yield messages.Reply(state=state, value=copy.value), deque()
+            return
+        answer: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        copy.calls, copy.used_at, self.calls = copy.calls + 1, time.monotonic(), self.calls + 1
+        self.tasks.put((asked.dataset, copy, asked.chunk, is_wanted, answer))
+        try:
+            while is_wanted():
+                try:
+                    yield answer.get(timeout=BEAT_SECONDS)
+                    return
+                except queue.Empty:
+                    yield messages.Reply(state=WAITING), deque()
+        finally:
+            copy.calls, self.calls = copy.calls - 1, self.calls - 1
+
+    def mind_workers(self) -> None:
+        """In a thread: have chunks prepared one after the other, by a worker for each Dataset."""
+        workers: dict[Copy, Worker] = {}
+        while True:
+            digest, copy, chunk, is_wanted, answer = task = self.tasks.get()
+            for other in [other for other in workers if other.is_dropped]:
+                workers.pop(other).end()
+            failures: list[str] = []
+            while is_wanted() and not copy.is_dropped:
+                worker = workers.get(copy)
+                try:
+                    worker = worker or workers.setdefault(copy, Worker(copy.holder))
+                    answer.put(worker.prepare(chunk))
+                    break
+                except (OSError, EOFError) as error:
+                    failures.append(workers.pop(copy).end(error) if worker else "none can start")
+                    print(f"feed: a worker process: {failures[-1]}", flush=True)
+                if not copy.is_held():
+                    self.drop(digest, copy)
+                    self.deaths[digest] += 1
+                elif len(failures) == ATTEMPTS and not worker and self.workers > 1:
+                    self.workers -= 1
+                    print(f"feed: it goes on with {self.workers} workers", flush=True)
+                    return self.tasks.put(task)
+                elif len(failures) == ATTEMPTS:
+                    text = f"worker processes: {', '.join(failures)}: is there memory for them?"
+                    answer.put((messages.Reply(state=RAISED, value=as_error(text)), deque()))
+                    break
+            if copy.is_dropped:
+                answer.put((messages.Reply(state=UNKNOWN), deque()))
+
+    def upload(self, frames: Iterator[bytes], context: Any) -> bytes:
+        """Answer a call of Upload: take the Dataset, unless it is here, or is coming."""
+        nonce, digest = wire.verify(self.token, context.invocation_metadata())
+        with self.lock:
+            is_known = digest in self.copies
+            copy = self.copies.setdefault(digest, Copy())
+        if not is_known:
+            received, payload = hashlib.sha256(), os.memfd_create("dataset")
+            try:
+                for frame in frames:
+                    os.write(payload, frame)
+                    received.update(frame)
+                    copy.size += len(frame)
+            finally:
+                is_whole = received.digest() == digest
+                if not is_whole:
+                    self.drop(digest, copy)
+                    os.close(payload)
+            if is_whole:
+                threading.Thread(target=self.load, args=(digest, copy, payload)).start()
+            state = READY if is_whole else UNKNOWN
+        else:
+            state = WAITING
+        return wire.seal(self.token, nonce, messages.Reply(state=state))
+
+    def load(self, digest: bytes, copy: Copy, payload: int) -> None:
+        """In a thread: have a process hold a Dataset that has come."""
+        self.make_room(copy)
+        began, copy.holder = time.monotonic(), new_process(self.main)
+        try:
+            socket.send_fds(copy.holder, [b"+"], [payload])
+            state, copy.value = Connection(os.dup(copy.holder.fileno())).recv()
+        except (OSError, EOFError):
+            self.deaths[digest] += 1
+            state, copy.value = RAISED, as_error("the Dataset's process has died: is there memory?")
+            if self.deaths[digest] < ATTEMPTS:
+                return self.drop(digest, copy)
+        finally:
+            os.close(payload)
+        copy.state, seconds = state, time.monotonic() - began
+        print(f"feed: a Dataset, {copy.size / 1e6:.1f} MB, made in {seconds:.1f} s", flush=True)
+
+    def make_room(self, new: Copy) -> None:
+        """Drop Datasets that nobody asks for, least recently used first, where there are too many.
+
+        Each rank and each change of a Dataset in the training script may make another one.
+        """
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if len(self.copies) == 2:
+            print("feed: from here on, this host has several Datasets in memory", flush=True)
+        for digest, copy in sorted(self.copies.items(), key=lambda item: item[1].used_at):
+            sizes = [each.size for each in self.copies.values()]
+            if len(sizes) <= MOST_DATASETS and sum(sizes) <= MOST_MEMORY * pages:
+                return
+            if copy is not new and not copy.calls and copy.state != WAITING:
+                self.drop(digest, copy)
+
+    def drop(self, digest: bytes, copy: Copy) -> None:
+        """Forget a Dataset, which ends its processes: who asks for it uploads it again."""
+        with self.lock:
+            copy.is_dropped = True
+            if self.copies.get(digest) is copy:
+                del self.copies[digest]
+            if copy.holder:
+                copy.holder.close()

@@ -1,0 +1,147 @@
+"""A data host, as a process of the training script knows it: what it is asked over gRPC."""
+
+import hashlib
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import torch.distributed as dist
+
+from feed import wire
+from feed.samples import Chunk, raised_again
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),  # a reply's pickle may be long
+    ("grpc.http2.lookahead_bytes", wire.FRAME),
+    ("grpc.enable_http_proxy", 0),  # hosts of one job talk directly
+    ("grpc.use_local_subchannel_pool", 1),  # a connection for each channel
+    ("grpc.initial_reconnect_backoff_ms", 100),  # hosts of one job start at about the same time
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # the time that one attempt may take
+    *wire.KEEPALIVE,
+]
+
+
+class Lost(Exception):
+    """A host has not answered; says why, if that is not as it should be."""
+
+
+class Host:
+    """A data host.
+
+    Methods that ask it raise Lost if it does not answer, PermissionError if it refuses the token,
+    and whatever the Dataset has raised there.
+    """
+
+    def __init__(self, address: str, token: str):
+        self.address, self.token, self.failure = address, token, ""
+        self.channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
+        self.open: set[Any] = set()  # calls
+        self.heard_at = time.monotonic()  # its last sign of life
+        self.workers = 0  # until it has the Dataset
+        self.asked, self.others = 0, 0  # chunks that it is asked for: by us; by others, lately
+        self.luck = 0.0  # see load
+        self.seconds = 0.0  # that a worker takes for a sample, lately
+
+    def share(self) -> float:
+        """Return how many of its workers there are for this rank."""
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        if dist.is_available() and dist.is_initialized():
+            ranks = dist.get_world_size()
+        if self.address.startswith("unix"):  # a server on this host, for its own ranks
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return self.workers / ranks
+
+    def load(self) -> float:
+        """Return how many chunks it is asked for already, for each of its workers that are ours.
+
+        And a part of one more, by chance, drawn for each batch: no process knows what others ask a
+        host for meanwhile, and a host of few workers is not to get a chunk of each.
+        """
+        return (self.asked + self.luck) / self.share()
+
+    def expected(self, samples: int) -> float:
+        """Return the seconds in which it would be done with so many samples more."""
+        rounds = 1 + (self.asked + self.others) / max(1, self.workers)
+        return rounds * samples * (self.seconds or 1e-3)
+
+    def get_dataset(
+        self, digest: bytes, upload: Callable[[], Iterator[bytes]], what: str
+    ) -> tuple | None:
+        """Have it get the Dataset; return what it says of it, if it has it and a callable made it.
+
+        upload: yields the Dataset's pickle. what: describes it.
+        """
+        reply, call = self.ask(digest, None, [])
+        if reply.state == wire.UNKNOWN:
+            nonce, metadata = wire.sign(self.token, digest)
+            put = self.channel.stream_unary(f"/{wire.SERVICE}/Upload").future
+            taken = self.result(self.opened(put(upload(), metadata=metadata)).result)
+            taken = wire.unseal(self.token, nonce, taken)
+            if taken.state == wire.UNKNOWN:
+                raise TypeError(
+                    f"{what}: it changes while it travels, or its pickle is another one each time. "
+                    "Give RemoteDataset a callable that makes the Dataset"
+                )
+            if taken.state == wire.READY:  # else another process uploads it
+                print(f"feed: {what} has gone to data host {self.address}", flush=True)
+        if reply.state != wire.READY:
+            return None
+        about = self.result(wire.decode, reply, call)
+        self.workers, self.failure = reply.workers, ""
+        return about
+
+    def get_chunk(self, digest: bytes, chunk: Chunk, calls: list) -> list:
+        """Have it prepare a chunk, by a call that is added to `calls`; return the samples."""
+        reply, call = self.ask(digest, chunk, calls)
+        if reply.state != wire.READY:  # it has dropped the Dataset, or has been restarted
+            self.workers = 0
+            raise Lost("")
+        self.workers, self.failure = reply.workers, ""
+        self.others = max(0, reply.calls - self.asked)
+        seconds = reply.seconds / len(chunk.indices)
+        self.seconds = (3 * self.seconds + seconds) / 4 if self.seconds else seconds
+        return self.result(wire.decode, reply, call)
+
+    def ask(self, digest: bytes, chunk: Chunk | None, calls: list) -> tuple[Any, grpc.Call]:
+        """Ask it, wait, and return its Reply, and the call, whose frames may follow."""
+        pickled = pickle.dumps(chunk) if chunk else b""
+        request = wire.messages.Request(dataset=digest, chunk=pickled).SerializeToString()
+        nonce, metadata = wire.sign(self.token, hashlib.sha256(request).digest())
+        ask = self.channel.unary_stream(f"/{wire.SERVICE}/Ask")
+        call = self.opened(ask(request, metadata=metadata))
+        calls.append(call)
+        while True:
+            reply = wire.unseal(self.token, nonce, self.result(next, call, b""))
+            self.heard_at = time.monotonic()
+            if reply.state == wire.RAISED:
+                value = self.result(wire.decode, reply, call)
+                raise raised_again(f"on data host {self.address}", *value)
+            if reply.state != wire.WAITING or not chunk:
+                return reply, call
+
+    def opened(self, call: Any) -> Any:
+        """Remember a call until it has ended."""
+        self.open.add(call)
+        if not call.add_callback(lambda: self.open.discard(call)):
+            self.open.discard(call)
+        return call
+
+    def result(self, function: Callable, *arguments: Any) -> Any:
+        """Return what a function of gRPC's returns; raise Lost or PermissionError if it fails."""
+        try:
+            return function(*arguments)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                text = f"data host {self.address}: {error.details()}"
+                raise PermissionError(text) from None
+            is_ours = error.code() is grpc.StatusCode.CANCELLED
+            text = "" if is_ours else f"{error.code().name}: {error.details()}"
+            raise Lost(text) from None
+        except grpc.FutureCancelledError:
+            raise Lost("") from None
+        except wire.BrokenReply as error:
+            raise Lost(str(error)) from None

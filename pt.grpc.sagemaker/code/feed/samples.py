@@ -1,0 +1,188 @@
+"""Prepare samples: the same ones whichever process does it, on whichever host.
+
+The random numbers of a sample depend on its `Chunk` and its place there alone: before each sample
+the generators of Python, NumPy and torch are seeded, and those that the Dataset holds.
+"""
+
+import contextlib
+import os
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._utils import ExceptionWrapper
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+
+from feed.wire import encode, is_plain
+
+
+class Chunk(NamedTuple):
+    """Some samples of a batch, and all that they depend on."""
+
+    seed: tuple[int, ...]  # of the epoch
+    batch: int  # its number in the epoch
+    start: int  # the first one's place in the batch
+    indices: list  # whatever the sampler yields
+    ranks: tuple[int, int] | None  # torch.distributed's rank and world size, if initialised
+    environment: dict[str, str]  # RANK and WORLD_SIZE
+    init_fn: bytes  # the DataLoader's pickled worker_init_fn
+
+
+def chunk_of(indices: list) -> Chunk:
+    """Return a chunk that nobody has asked for."""
+    return Chunk((), 0, 0, indices, None, {}, b"")
+
+
+def check_is_map_style(dataset: Any) -> None:
+    """Raise TypeError if it is none: only its own process can step through an IterableDataset."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        name = type(dataset).__name__
+        raise TypeError(f"{name} is no map-style Dataset, with __getitem__ and __len__")
+
+
+def prepare(
+    dataset: Any, generators: list, chunk: Chunk, collate_fn: Callable | None = None
+) -> Any:
+    """Return the samples of a chunk as a list, or what `collate_fn` makes of them.
+
+    generators: that the Dataset holds.
+    """
+    if hasattr(dataset, "__getitems__"):
+        begin(dataset, generators, chunk, chunk.start, chunk.indices)
+        samples = dataset.__getitems__(chunk.indices)
+    else:
+        samples = []
+        for place, index in enumerate(chunk.indices, chunk.start):
+            begin(dataset, generators, chunk, place, index)
+            samples.append(dataset[index])
+    if not collate_fn:
+        return samples
+    begin(dataset, generators, chunk, -1, chunk.indices)
+    return collate_fn(samples)
+
+
+def begin(dataset: Any, generators: list, chunk: Chunk, place: int, index: Any) -> None:
+    """Seed all generators for what comes next, and let get_worker_info() tell that seed."""
+    random.seed(repr((chunk.seed, chunk.batch, place, index)))
+    seed = random.getrandbits(63)  # torch's are signed
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, too
+    for number, generator in enumerate(generators, 1):
+        if isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
+            bits.state = type(bits)([seed, number]).state
+        elif isinstance(generator, torch.Generator):
+            generator.manual_seed(seed ^ number)
+        else:  # random.Random, np.random.RandomState
+            generator.seed(number + seed % 2**31)
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=0, num_workers=1, seed=seed, dataset=dataset
+    )
+
+
+@contextlib.contextmanager
+def undisturbed(generators: list) -> Iterator[None]:
+    """Prepare samples in a process of the training script, whose random numbers shall not change.
+
+    One thread, as on data hosts, because more may add up in another order.
+    """
+    held = [[generator, *state_of(generator)] for generator in generators]
+    state, numpy_state, torch_state = (
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+    )
+    info, threads = torch_worker._worker_info, torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch_worker._worker_info = info
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        for _, put_back, value in held:
+            put_back(value)
+
+
+def state_of(generator: Any) -> tuple[Callable, Any]:
+    """Return what puts a generator's state back, and its state."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return lambda state: setattr(bits, "state", state), bits.state
+    get = getattr(generator, "getstate", None) or generator.get_state
+    return getattr(generator, "setstate", None) or generator.set_state, get()
+
+
+def stand_in_for_ranks() -> Callable[[Chunk], None]:
+    """Have torch.distributed tell a Dataset on a data host the rank that asks for its samples.
+
+    To be called before the Dataset's modules are imported. Returns what to call for each chunk.
+    """
+    asking: list[tuple[int, int] | None] = [None]
+    dist.is_initialized = lambda: asking[0] is not None
+    dist.get_rank = lambda group=None: asking[0][0] if asking[0] else -1
+    dist.get_world_size = lambda group=None: asking[0][1] if asking[0] else -1
+
+    def set_ranks(chunk: Chunk) -> None:
+        asking[0] = chunk.ranks
+        for name in ("RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        os.environ.update(chunk.environment)
+
+    return set_ranks
+
+
+def summary(dataset: Any, generators: list) -> tuple[int | None, list[str], list[float]]:
+    """Return a Dataset's length, and what some of its samples are, to compare with other hosts."""
+    if not hasattr(dataset, "__len__"):
+        return None, [], []
+    indices = [*range(0, len(dataset), max(1, len(dataset) // 3))]
+    leaves, structure = tree_flatten(prepare(dataset, generators, chunk_of(indices)))
+    facts, means = [str(structure)], []
+    for leaf in leaves:
+        if isinstance(leaf, (int, str)):
+            facts.append(repr(leaf))
+            continue
+        facts.append(f"{type(leaf)} {getattr(leaf, 'dtype', '')} {getattr(leaf, 'shape', '')}")
+        if isinstance(leaf, torch.Tensor) and is_plain(leaf):
+            leaf = leaf.double().numpy()
+        if isinstance(leaf, (float, np.ndarray)) and np.asarray(leaf).dtype.kind in "biuf":
+            means.append(float(np.mean(leaf)))
+    return len(dataset), facts, means
+
+
+def differ(one: tuple, other: tuple) -> bool:
+    """Whether two summaries are of different Datasets. CPUs may round differently."""
+    return one[:2] != other[:2] or not np.allclose(one[2], other[2], 1e-3, 1e-3, equal_nan=True)
+
+
+def as_error(text: str = "") -> bytes:
+    """Return the exception that is being handled, or a RuntimeError, as it travels."""
+    wrapper, kind = ExceptionWrapper() if not text else None, RuntimeError
+    if wrapper and issubclass(wrapper.exc_type, Exception):
+        kind = wrapper.exc_type
+    try:
+        kind = encode(kind)[0]
+    except Exception:  # such as a class within a function
+        kind = encode(RuntimeError)[0]
+    return encode((kind, text or wrapper.exc_msg))[0]
+
+
+def raised_again(where: str, kind: bytes, text: str) -> Exception:
+    """Return an exception of a data host as torch makes those of its workers."""
+    wrapper = ExceptionWrapper.__new__(ExceptionWrapper)
+    wrapper.exc_type, wrapper.exc_msg, wrapper.where = RuntimeError, text, where
+    with contextlib.suppress(Exception):  # such as of a module that is not there
+        wrapper.exc_type = pickle.loads(kind)
+    try:
+        wrapper.reraise()
+    except Exception as error:
+        return error

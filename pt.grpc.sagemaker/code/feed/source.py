@@ -1,0 +1,209 @@
+"""Where a RemoteDataset's samples come from: data hosts, or, if there are none, this process."""
+
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+from feed.epochs import Asked
+from feed.fetch import Fetcher
+from feed.samples import Chunk, check_is_map_style, differ, prepare, undisturbed
+from feed.travel import Digest, dump, frames, generators_of, paths_beside_script
+from feed.wire import FRAME
+
+
+def as_is(batch: Any) -> Any:
+    """Return the batch: the DataLoader's collate_fn where RemoteDataset has one."""
+    return batch
+
+
+class Source:
+    """Where a RemoteDataset's samples come from."""
+
+    def __init__(self, dataset: Any, is_made: bool, collate_fn: Callable | None, timeout: float):
+        self.given, self.is_made, self.collate_fn = dataset, is_made, collate_fn
+        self.hosts = [host for host in os.environ.get("HETERO_DATA_HOSTS", "").split(",") if host]
+        self.token, self.timeout = os.environ.get("HETERO_TOKEN", ""), timeout
+        if self.hosts and not self.token:
+            raise ValueError("RemoteDataset needs HETERO_TOKEN, the job's token, to ask data hosts")
+        self.first_batch, self.process = 0, 0
+
+    def __getstate__(self) -> dict:
+        """Travel to a process that is spawned: there, the script's classes are of no `__main__`."""
+        file = io.BytesIO()
+        dump(file, not self.hosts, dataset=self.given, collate_fn=self.collate_fn)
+        own = "is_made", "hosts", "token", "timeout", "first_batch"
+        return {name: getattr(self, name) for name in own} | {"pickled": file.getvalue()}
+
+    def __setstate__(self, state: dict) -> None:
+        self.given, self.collate_fn = pickle.loads(state.pop("pickled"))
+        self.__dict__.update(state, process=0)
+
+    def begin_process(self) -> None:
+        """Forget what belongs to the process that this one was forked from."""
+        if self.process != os.getpid():
+            self.inherited = self.__dict__.get("fetcher")  # kept: its end would touch gRPC's state
+            self.process, self.fetcher = os.getpid(), None
+            self.is_changed, self.was_reached = True, False
+            self.dataset = self.given if self.is_made else None
+            self.generators: list = []
+            self.seen = self.batch = None  # the fetcher of the epoch, and what it asked for last
+            self.epoch = self.place = -1
+            self.noticed, self.pickled_init_fn = set(), b""
+            if get_worker_info() and (parent := multiprocessing.parent_process()):
+                # torch's own watch does not look while samples are waited for.
+                threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+
+    def to_reach(self, name: str) -> Any:
+        """Return the Dataset, for an attribute."""
+        if not self.is_made:
+            raise AttributeError(
+                f"{name!r} cannot be reached: a callable makes the Dataset on the data hosts. "
+                "Give RemoteDataset the Dataset itself, or keep what you need of it elsewhere"
+            )
+        self.begin_process()
+        if self.hosts and get_worker_info() and not self.fetcher:  # from a worker_init_fn
+            self.connect(keep=True)  # which may change it
+        self.was_reached = True
+        return self.given
+
+    def length(self) -> int:
+        self.begin_process()
+        if self.is_made:
+            return len(self.given)
+        if not self.hosts:
+            return len(self.made())
+        self.connect()
+        self.fetcher.wait_for_host()
+        return self.described[1][0]
+
+    def made(self) -> Any:
+        """Return the Dataset of this process."""
+        if self.dataset is None:
+            self.dataset = self.given()
+            check_is_map_style(self.dataset)
+        return self.dataset
+
+    def get(self, indices: list, asked: Asked | None, is_batch: bool) -> Any:
+        """Return the samples, or the batch if there is a collate_fn."""
+        self.begin_process()
+        self.is_changed |= self.was_reached and not asked  # there is no epoch, so at any time
+        seed, number = self.where(asked)
+        is_ready = is_batch and asked and asked.fetcher.collate_fn is as_is
+        if self.collate_fn and not is_ready:
+            raise TypeError(
+                "RemoteDataset(collate_fn=...) needs DataLoader(dataset, batch_size=..., "
+                "collate_fn=as_is)"
+            )
+        ranks = None
+        if dist.is_available() and dist.is_initialized():
+            ranks = dist.get_rank(), dist.get_world_size()
+        known = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+        chunk = Chunk(seed, number, self.place, indices, ranks, known, self.init_fn(asked))
+        self.place += len(indices)
+        if not self.hosts:
+            dataset = self.made()
+            if self.is_changed:
+                self.generators, self.is_changed = generators_of(dataset), False
+            with undisturbed(self.generators):
+                return prepare(dataset, self.generators, chunk, self.collate_fn)
+        self.connect()
+        is_divisible = not (self.collate_fn or hasattr(self.given, "__getitems__"))
+        self.notice(is_batch, is_divisible, asked)
+        return self.fetcher.fetch(chunk, is_divisible, asked.num_workers if asked else 1)
+
+    def init_fn(self, asked: Asked | None) -> bytes:
+        """Return the worker_init_fn, pickled; not with the Dataset, as ranks may have their own."""
+        if asked and asked.worker_init_fn and self.hosts and not self.pickled_init_fn:
+            file = io.BytesIO()
+            dump(file, worker_init_fn=asked.worker_init_fn)
+            self.pickled_init_fn = file.getvalue()
+        return self.pickled_init_fn
+
+    def where(self, asked: Asked | None) -> tuple[tuple[int, ...], int]:
+        """Return the seed and number of the batch that is asked for, and find the place there."""
+        if not asked:  # dataset[0], which must not take the training's random numbers
+            self.place = max(0, self.place)
+            return (torch.initial_seed(),), -1
+        if self.seen is not asked.fetcher:  # a new epoch
+            self.seen, self.batch = asked.fetcher, None
+            if asked.num_workers:
+                self.epoch += 1  # persistent workers keep the first epoch's seed
+            else:
+                self.epoch, self.is_changed = 0, True
+        if self.batch != asked.batch:
+            self.batch, self.place = asked.batch, 0
+        return (asked.seed, self.epoch), asked.batch + self.first_batch
+
+    def connect(self, keep: bool = False) -> None:
+        """Have the data hosts get the Dataset as it is now.
+
+        It is pickled twice, for its digest and to be uploaded, so that it is never all in memory,
+        or once, into a file, to `keep` it as it is.
+        """
+        if self.fetcher and not self.is_changed:
+            return
+        digest = Digest()
+        file = tempfile.TemporaryFile() if keep else None  # noqa: SIM115
+
+        def write(to: Any) -> dict[str, str]:
+            pickle.dump(paths_beside_script(), to)  # first, as the rest may need them
+            parts = {"dataset": self.given, "is_made": self.is_made, "collate_fn": self.collate_fn}
+            return dump(to, **parts).globals
+
+        def write_kept(to: Any) -> None:
+            file.seek(0)
+            shutil.copyfileobj(file, to, FRAME)
+
+        taken_along = write(file or digest)
+        if file:
+            write_kept(digest)
+        what = f"{type(self.given).__name__}, {digest.size / 1e6:.1f} MB"
+        if taken_along:
+            used = ", ".join(f"{name} in {where}" for name, where in taken_along.items())
+            what += f", with globals of the script that it uses ({used}),"
+        if not self.fetcher:
+            self.fetcher = Fetcher(self.hosts, self.token, self.timeout, self.check)
+        self.described: tuple[str, Any] | None = None
+        self.fetcher.use(
+            what, digest.sha256.digest(), lambda: frames(write_kept if keep else write)
+        )
+        self.is_changed = self.was_reached = False
+
+    def check(self, address: str, about: tuple) -> None:
+        """Raise ValueError if a host's Dataset is another one than that of the others."""
+        first, known = self.described = self.described or (address, about)
+        if differ(known, about):
+            raise ValueError(
+                f"data hosts have different Datasets: that of {first} has {known[0]} samples, that "
+                f"of {address} has {about[0]}, or some are not alike. The callable must return the "
+                "same on all hosts, in the same order"
+            )
+
+    def notice(self, is_batch: bool, is_divisible: bool, asked: Asked | None) -> None:
+        """Say once what makes it slow."""
+        name, text, info = type(self.given).__name__, "", get_worker_info()
+        if asked and not is_batch:
+            text = "samples are asked for one by one: set batch_size, and put RemoteDataset around "
+            text += "a ConcatDataset, not into it"
+        elif not is_divisible and not self.collate_fn:
+            text = f"{name} has __getitems__, so each batch is prepared by one process: set "
+            text += "num_workers to as many as there are"
+        if text and text not in self.noticed and (not info or info.id == 0):
+            self.noticed.add(text)
+            print(f"feed: {text}", flush=True)
+
+
+def end_with(parent: Any) -> None:
+    """End this process when the training process has ended."""
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,176 @@
+"""How a Dataset travels to the data hosts: cloudpickle's way, with some care.
+
+Beyond lambdas, closures and classes of the training script, which cloudpickle can: a tensor is its
+values, not all that it is a view of, np.memmap is the name of its file, and the random generators
+that the Dataset holds are found on the way.
+"""
+
+import contextlib
+import hashlib
+import mmap
+import os
+import pickle
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import IO, Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from feed.wire import FRAME, MAIN, is_plain, of_main, reduced
+
+GENERATORS = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
+SIMPLE = int, float, str, bytes, bool, type(None), type, ModuleType, FunctionType
+
+
+class DatasetPickler(cloudpickle.Pickler):
+    """Pickles a Dataset; keeps the generators that it finds, and what globals it takes along.
+
+    stays_here: it is for another process of the training script, which has the script's classes.
+    """
+
+    def __init__(self, file: IO[bytes], stays_here: bool = False):
+        super().__init__(file, protocol=5)
+        self.stays_here = stays_here
+        self.generators: list[Any] = []
+        self.globals: dict[str, str] = {}  # of the training script -> where they are used
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, GENERATORS):
+            self.generators.append(value)
+        elif isinstance(value, np.memmap):
+            return open_memmap, memmap_place(value)
+        elif type(value) is torch.Tensor and is_plain(value):
+            return reduced(value)
+        elif isinstance(value, type) and value.__module__ in MAIN:
+            if self.stays_here and "<locals>" not in value.__qualname__:
+                return of_main, (value.__qualname__,)
+            # Its random id would make the Dataset another one in each rank.
+            trackers = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
+            trackers.setdefault(value, f"__main__.{value.__qualname__}")
+        elif isinstance(value, FunctionType) and value.__module__ in MAIN:
+            for name in value.__code__.co_names:
+                used = value.__globals__.get(name)
+                if not isinstance(used, SIMPLE):
+                    line = value.__code__.co_firstlineno
+                    what = f"{name} ({type(used).__name__})"
+                    self.globals[what] = f"{value.__qualname__}, line {line}"
+        return super().reducer_override(value)
+
+
+def memmap_place(array: np.memmap) -> tuple:
+    """Return where an array is in its file."""
+    root = array
+    while isinstance(root, np.ndarray) and not isinstance(root.base, mmap.mmap):
+        root = root.base
+    if not isinstance(root, np.memmap) or root.mode != "r":
+        raise pickle.PicklingError("an np.memmap must be opened for reading only, with mode='r'")
+    spans = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    first = array.ctypes.data + sum(min(0, span) for span in spans)
+    size = sum(map(abs, spans)) + array.itemsize if array.size else 0
+    place = root.offset + first - root.ctypes.data, size, array.ctypes.data - first
+    length = os.stat(root.filename).st_size
+    return (str(root.filename), length, *place, array.dtype, array.shape, array.strides)
+
+
+def open_memmap(
+    name: str, length: int, offset: int, size: int, start: int, dtype: Any, *shape: Any
+) -> np.ndarray:
+    """Open an array in a file of a data host."""
+    if (there := os.stat(name).st_size) != length:
+        raise ValueError(f"{name} has {there} bytes here, but {length} on the training host")
+    if not size:
+        return np.empty(shape[0], dtype)
+    memory = np.memmap(name, np.uint8, "r", offset, (size,))
+    return np.ndarray(shape[0], dtype, memory, start, shape[1])
+
+
+class Digest:
+    """A file that keeps the digest and the size of what is written."""
+
+    def __init__(self):
+        self.sha256, self.size = hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        size = memoryview(data).nbytes
+        self.size += size
+        return size
+
+
+def dump(file: Any, stays_here: bool = False, **parts: Any) -> DatasetPickler:
+    """Pickle a tuple of these parts; raise TypeError that names what cannot be pickled."""
+    main = sys.modules.get("__mp_main__")  # the training script in a process that was spawned
+    if main and main.__name__ not in cloudpickle.list_registry_pickle_by_value():
+        cloudpickle.register_pickle_by_value(main)
+    pickler = DatasetPickler(file, stays_here)
+    try:
+        pickler.dump((*parts.values(),))
+    except OSError:  # of the file
+        raise
+    except Exception as error:
+        paths = (name + path for name, part in parts.items() if (path := culprit(part)) is not None)
+        raise TypeError(
+            f"{next(paths, 'dataset')} cannot travel to the data hosts ({error}): open it when it "
+            "is first used, or give RemoteDataset a callable that makes the Dataset"
+        ) from error
+    return pickler
+
+
+def culprit(value: Any, depth: int = 8) -> str | None:
+    """Return the path, such as .transform.file, to the innermost part that cannot be pickled.
+
+    None: all can.
+    """
+    with contextlib.suppress(Exception):
+        DatasetPickler(Digest()).dump(value)
+        return None
+    parts: dict[str, Any] = {}
+    if isinstance(value, dict):
+        parts = {f"[{key!r}]": part for key, part in value.items()}
+    elif isinstance(value, (list, tuple)):
+        parts = {f"[{number}]": part for number, part in enumerate(value)}
+    elif isinstance(value, FunctionType):
+        used = {name: value.__globals__.get(name) for name in value.__code__.co_names}
+        free = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        parts = {f" -> {name}": part for name, part in used.items()}
+        parts |= {f" -> {name}": cell.cell_contents for name, cell in free}
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, np.ndarray)):
+        parts = {f".{name}": part for name, part in vars(value).items()}
+    for path, part in parts.items() if depth else ():
+        if (rest := culprit(part, depth - 1)) is not None:
+            return path + rest
+    return ""
+
+
+def frames(write: Callable[[IO[bytes]], Any]) -> Iterator[bytes]:
+    """Yield in frames what `write` writes into a file. It is never all in memory."""
+    with tempfile.TemporaryFile() as file:
+        write(file)
+        file.seek(0)
+        while frame := file.read(FRAME):
+            yield frame
+
+
+def generators_of(*values: Any) -> list[Any]:
+    """Return the random generators that values hold, as far as they can be pickled."""
+    pickler = DatasetPickler(Digest())
+    with contextlib.suppress(Exception):
+        for value in values:
+            pickler.dump(value)
+    return pickler.generators
+
+
+def paths_beside_script() -> list[str]:
+    """Return the entries of sys.path below the training script's folder, relative to it."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if not script:
+        return []
+    folder = Path(script).resolve().parent
+    entries = [Path(entry).resolve() for entry in sys.path if entry]
+    return [str(e.relative_to(folder)) for e in entries if e != folder and e.is_relative_to(folder)]
