@@ -1,4 +1,4 @@
-"""Train on digits: before.py with its own DataLoader, after.py with batches from data hosts."""
+"""Train on digits: before.py prepares its samples itself, after.py has data hosts do it."""
 
 import os
 

@@ -238,7 +238,7 @@ def load(
     try:
         model, dataset = build(args.model), build_dataset(args, device)
         return model, dataset, MnistDataset(args.test_dir, train=False) if args.test_dir else None
-    except (OSError, ValueError) as error:  # a missing file, a data host that can't be reached
+    except (OSError, ValueError) as error:  # a missing file, no HETERO_TOKEN
         sys.exit(f"train_dnn.py: error: {error}")
 
 

@@ -210,6 +210,7 @@ def test_what_goes_one_by_one_is_the_same_and_the_log_says_so(hosts, capfd):
     for dataset, options, words in [
         (Draws(), {"batch_size": None, "collate_fn": None}, "one by one: set batch_size"),
         (Together(), {"batch_size": 7}, "Together has __getitems__, so each batch is prepared by"),
+        (lambda: Together(), {"batch_size": 7}, "the Dataset has __getitems__, so each batch is"),
     ]:
         expected = samples([], dataset, **options)
         capfd.readouterr()
@@ -242,8 +243,10 @@ def test_anything_that_pickles_arrives_as_it_left(hosts):
 def test_batches_may_be_joined_there(hosts):
     """As by collate_fns that take their time, or random numbers."""
 
+    own = np.random.default_rng(3)
+
     def join(samples: list) -> tuple:
-        return torch.stack([pair for _, pair, *_ in samples]), torch.rand(1)
+        return torch.stack([pair for _, pair, *_ in samples]), torch.rand(1) + own.random()
 
     expected, _ = two_epochs(remote([], Draws(), collate_fn=join), collate_fn=as_is)
     assert len({float(number) for _, number in expected}) == len(expected)

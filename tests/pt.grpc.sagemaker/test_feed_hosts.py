@@ -135,7 +135,7 @@ def test_another_host_takes_over_for_one_that_is_killed_and_back_again(start, ex
     assert_same(received + list(batches), expected)
     [line] = lines(capfd)
     assert line.startswith(f"data host {hosts[1].address} failed (UNAVAILABLE: ")
-    assert line.endswith("): others are asked")
+    assert line.endswith("): it is asked again, and others")
 
     assert_same(list(epoch(hosts)), expected)  # begins without it
     hosts[1].start()

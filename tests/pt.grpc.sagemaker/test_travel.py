@@ -10,6 +10,7 @@ import functools
 import io
 import json
 import mmap
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, get_worker_info
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -147,6 +148,19 @@ def classes_of_the_script_come_back_as_they_are_here(said: Said) -> None:
         assert type(sample) is Sample and sample.value == number
         assert type(sample.more[0]) is Pair and sample.more[0].image.sum() == 999 * number
         assert sample.more[0].animal in (Animal.CAT, Animal.DOG)
+
+
+@of_a_script
+def classes_of_one_name_stay_apart(said: Said) -> None:
+    def times(factor: int) -> Dataset:
+        class Local(Table):
+            def __getitem__(self, index: int) -> int:
+                return factor * index
+
+        return Local(range(4))
+
+    both = ConcatDataset([times(1), times(2)])
+    assert here_and_there(both) == [0, 1, 2, 3, 0, 2, 4, 6]
 
 
 @of_a_script
@@ -285,6 +299,36 @@ def a_dataset_that_is_never_twice_the_same_is_refused(said: Said) -> None:
         next(iter(DataLoader(RemoteDataset(Restless()), num_workers=1)))
 
 
+class Heavy(Table):
+    def __getstate__(self) -> dict:
+        if multiprocessing.parent_process():  # in the DataLoader's worker
+            time.sleep(1.5)
+        return self.__dict__
+
+
+@of_a_script
+def a_host_that_is_sent_a_dataset_is_not_silent(said: Said) -> None:
+    loader = DataLoader(RemoteDataset(Heavy(range(3)), timeout=1), num_workers=1, collate_fn=list)
+    assert [*loader] == [[0], [1], [2]]
+
+
+TIMES = []
+
+
+class Once(Table):
+    def __getstate__(self) -> dict:
+        TIMES.append(time.monotonic())
+        if len(TIMES) > 1:
+            raise OSError("no space left")
+        return self.__dict__
+
+
+@of_a_script
+def what_fails_while_it_travels_is_an_error(said: Said) -> None:
+    with pytest.raises(OSError, match="no space left"):
+        RemoteDataset(Once())[0]
+
+
 # Callables
 
 
@@ -357,6 +401,18 @@ class Threads(Table):
 @of_a_script
 def each_worker_there_has_one_thread(said: Said) -> None:
     assert RemoteDataset(Threads())[0] == (1, "1", "1", "1")
+
+
+@of_a_script
+def a_worker_init_fn_that_raises_there_is_called_again(said: Said) -> None:
+    def init(number: int) -> None:
+        if not multiprocessing.parent_process():  # not in the DataLoader's worker
+            raise LookupError("not yet")
+
+    batches = iter(DataLoader(RemoteDataset(Table()), num_workers=1, worker_init_fn=init))
+    for _ in range(9):
+        with pytest.raises(LookupError, match="not yet"):
+            next(batches)
 
 
 # Spawned processes

@@ -1,6 +1,7 @@
 """Which batch is asked for: what torch's DataLoader knows, and does not tell a Dataset.
 
-All that looks into torch stands here. The names are those of torch 2.6 to 2.13.
+What reads torch's own variables is here; their names are those of torch 2.6 to 2.13. samples.py
+uses its WorkerInfo and ExceptionWrapper.
 """
 
 import sys

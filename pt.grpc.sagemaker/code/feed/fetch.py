@@ -2,7 +2,7 @@
 
 A batch is cut into chunks, so many that all workers of all data hosts have something to do. Each
 host is asked for as many as its workers will prepare in the same time. When it fails, or a chunk is
-overdue, another host is asked for it, too: either answer will do.
+overdue, another host is asked for it too, if there is one: either answer will do.
 """
 
 import math
@@ -25,17 +25,18 @@ from feed.samples import Chunk
 MOST_CALLS = 64  # at a time
 CHUNKS_PER_WORKER = 2  # one is prepared while another one travels
 OVERDUE, OVERDUE_SECONDS = 4, 0.5  # times what was expected, and at least; then 16 times, ...
-GRACE_SECONDS = 1.0  # for the other hosts to have a Dataset, so that the first has not all to do
-PAUSE_SECONDS, LOOK_SECONDS = 0.5, 0.1  # until a host that failed, or makes the Dataset, is asked
+GRACE_SECONDS = 1.0  # for the other hosts to get a Dataset, so that the first need not do it all
+PAUSE_SECONDS, LOOK_SECONDS = 0.5, 0.1  # until a host is asked again that failed, or is not ready
 
-own_random = random.Random()  # the training's random numbers are not for us
+own_random = random.SystemRandom()  # not the training's, and another one after each fork
 
 
 @dataclass(eq=False)
 class Task:
-    """A chunk to fetch; or, without a chunk, a host to have get the Dataset."""
+    """A chunk to fetch; or, without one, the task of getting the Dataset to a host."""
 
-    chunk: Chunk | None
+    digest: bytes
+    chunk: Chunk | None = None
     asked: list[Host] = field(default_factory=list)  # hosts that have not failed since
     calls: list[grpc.Call] = field(default_factory=list)
     due: float = 0.0  # when another host shall be asked
@@ -71,9 +72,9 @@ class Fetcher:
     def fetch(self, whole: Chunk, is_divisible: bool, num_workers: int) -> Any:
         """Return the samples of a batch; raise what the Dataset raises, or ConnectionError.
 
-        num_workers: processes like this one, each of which asks for another batch.
+        To be called after `wait_for_host`. num_workers: processes like this one, each of which
+        asks for another batch.
         """
-        self.wait_for_host()
         count, pieces = len(whole.indices), 1
         if is_divisible:
             shares = sum(host.share() for host in self.ready())
@@ -81,7 +82,10 @@ class Fetcher:
             pieces = max(1, min(count, pieces))
         cuts = [round(count * piece / pieces) for piece in range(pieces + 1)]
         tasks = [
-            Task(whole._replace(start=whole.start + start, indices=whole.indices[start:end]))
+            Task(
+                self.digest,
+                whole._replace(start=whole.start + start, indices=whole.indices[start:end]),
+            )
             for start, end in zip(cuts[:-1], cuts[1:], strict=True)
         ]
         for host in self.hosts:
@@ -115,7 +119,7 @@ class Fetcher:
         for host in self.hosts:
             if not host.workers and time.monotonic() > self.greeted_at[host]:
                 self.greeted_at[host] = math.inf  # until it has answered
-                self.start(host, Task(None))
+                self.start(host, Task(self.digest))
         return [host for host in self.hosts if host.workers]
 
     def ask(self, task: Task) -> None:
@@ -125,7 +129,7 @@ class Fetcher:
         if hosts:
             usual = max(host.seconds for host in hosts) or 1.0  # for one that has not answered yet
             host = min(hosts, key=lambda host: host.load() * (host.seconds or usual))
-            known = host.expected(samples) if host.seconds else math.inf
+            known = host.expected(samples) if host.seconds else self.timeout / OVERDUE
             patience = max(OVERDUE_SECONDS, known * OVERDUE ** (len(task.asked) + 1))
             task.due = time.monotonic() + patience
             task.asked.append(host)
@@ -142,13 +146,11 @@ class Fetcher:
         """In a thread: ask a host."""
         try:
             if not task.chunk:
-                result = host.get_dataset(self.digest, self.upload, self.what)
-                if result:
-                    self.check(host.address, result)
+                result = host.get_dataset(task.digest, self.upload, self.what)
+            elif not task.is_over:
+                result = host.get_chunk(task.digest, task.chunk, task.calls)
             else:
-                result = (
-                    None if task.is_over else host.get_chunk(self.digest, task.chunk, task.calls)
-                )
+                result = None
         except BaseException as error:
             result = error
         self.came.put((host, task, result))
@@ -167,8 +169,10 @@ class Fetcher:
         if task.chunk:
             host.asked -= 1
             task.asked.remove(host)
-        else:
+        elif task.digest == self.digest:
             self.greeted_at[host] = time.monotonic() + LOOK_SECONDS
+        else:  # the Dataset has changed meanwhile
+            return
         if isinstance(result, Lost):
             task.due = 0.0
             if why := str(result):
@@ -176,21 +180,27 @@ class Fetcher:
                 host.workers = 0
                 if not host.failure:
                     host.failure = why
-                    text = f"data host {host.address} failed ({why}): others are asked"
+                    text = f"data host {host.address} failed ({why}): it is asked again, and others"
                     print(f"feed: {text}", flush=True)
         elif isinstance(result, BaseException):
             if not task.is_over:
                 raise result
-        elif not task.is_over:
+        elif task.chunk and not task.is_over:
             task.samples, task.is_over = result, True
+        elif not task.chunk and result:
+            workers, about = result
+            if about:
+                self.check(host.address, about)
+            host.workers, host.failure = workers, ""
 
     def rest(self) -> None:
         """End all calls of this process, and wait until none of its threads is in gRPC."""
         if self.process == os.getpid():
-            for host in self.hosts:
-                for call in [*host.open]:
-                    call.cancel()
-            wait([*self.running])
+            while self.running:  # a thread may be about to open one more
+                for host in self.hosts:
+                    for call in [*host.open]:
+                        call.cancel()
+                wait([*self.running], timeout=0.1)
 
 
 fetchers: "weakref.WeakSet[Fetcher]" = weakref.WeakSet()

@@ -46,7 +46,8 @@ class Front:
     def __init__(self, main: socket.socket, token: str, workers: int):
         self.main, self.token, self.workers, self.calls = main, token, workers, 0
         self.copies: dict[bytes, Copy] = {}  # by digest
-        self.lock, self.deaths = threading.RLock(), Counter()  # of their processes, by digest
+        self.deaths: Counter[bytes] = Counter()  # of their processes, by digest
+        self.lock = threading.RLock()
         self.tasks: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         for _ in range(workers):
             threading.Thread(target=self.mind_workers, daemon=True).start()
@@ -65,13 +66,17 @@ class Front:
     def answer(self, asked: Any, is_wanted: Callable[[], bool]) -> Iterator[tuple[Any, deque]]:
         """Yield Replies and their frames: WAITING every few seconds, until the last one."""
         copy = self.copies.get(asked.dataset) or Copy(UNKNOWN)
+        if copy.state == UNKNOWN and self.deaths[asked.dataset] >= ATTEMPTS:
+            text = "the Dataset's process has died: is there memory for it?"
+            copy = Copy(RAISED, as_error(text))
         if copy.state != READY:
             # Who asks for samples had it here: it has been dropped, and somebody uploads it again.
             state = UNKNOWN if asked.chunk and copy.state == WAITING else copy.state
             yield messages.Reply(state=state, value=copy.value), deque()
             return
         answer: queue.SimpleQueue[tuple] = queue.SimpleQueue()
-        copy.calls, copy.used_at, self.calls = copy.calls + 1, time.monotonic(), self.calls + 1
+        with self.lock:
+            copy.calls, copy.used_at, self.calls = copy.calls + 1, time.monotonic(), self.calls + 1
         self.tasks.put((asked.dataset, copy, asked.chunk, is_wanted, answer))
         try:
             while is_wanted():
@@ -81,7 +86,8 @@ class Front:
                 except queue.Empty:
                     yield messages.Reply(state=WAITING), deque()
         finally:
-            copy.calls, self.calls = copy.calls - 1, self.calls - 1
+            with self.lock:
+                copy.calls, self.calls = copy.calls - 1, self.calls - 1
 
     def mind_workers(self) -> None:
         """In a thread: have chunks prepared one after the other, by a worker for each Dataset."""
@@ -96,16 +102,14 @@ class Front:
                 try:
                     worker = worker or workers.setdefault(copy, Worker(copy.holder))
                     answer.put(worker.prepare(chunk))
+                    self.deaths.pop(digest, None)
                     break
                 except (OSError, EOFError) as error:
                     failures.append(workers.pop(copy).end(error) if worker else "none can start")
                     print(f"feed: a worker process: {failures[-1]}", flush=True)
                 if not copy.is_held():
-                    self.drop(digest, copy)
-                    self.deaths[digest] += 1
-                elif len(failures) == ATTEMPTS and not worker and self.workers > 1:
-                    self.workers -= 1
-                    print(f"feed: it goes on with {self.workers} workers", flush=True)
+                    self.drop(digest, copy, has_died=True)
+                elif len(failures) == ATTEMPTS and not worker and self.is_one_less():
                     return self.tasks.put(task)
                 elif len(failures) == ATTEMPTS:
                     text = f"worker processes: {', '.join(failures)}: is there memory for them?"
@@ -114,43 +118,52 @@ class Front:
             if copy.is_dropped:
                 answer.put((messages.Reply(state=UNKNOWN), deque()))
 
+    def is_one_less(self) -> bool:
+        """Whether the others can go on without one worker process that cannot start."""
+        with self.lock:
+            if self.workers == 1:
+                return False
+            self.workers -= 1
+            print(f"feed: it goes on with {self.workers} workers", flush=True)
+            return True
+
     def upload(self, frames: Iterator[bytes], context: Any) -> bytes:
         """Answer a call of Upload: take the Dataset, unless it is here, or is coming."""
         nonce, digest = wire.verify(self.token, context.invocation_metadata())
         with self.lock:
             is_known = digest in self.copies
             copy = self.copies.setdefault(digest, Copy())
-        if not is_known:
-            received, payload = hashlib.sha256(), os.memfd_create("dataset")
-            try:
-                for frame in frames:
-                    os.write(payload, frame)
-                    received.update(frame)
-                    copy.size += len(frame)
-            finally:
-                is_whole = received.digest() == digest
-                if not is_whole:
+        if is_known:
+            return wire.seal(self.token, nonce, messages.Reply(state=WAITING))
+        received, payload = hashlib.sha256(), os.memfd_create("dataset")
+        try:
+            for frame in frames:
+                os.write(payload, frame)
+                received.update(frame)
+                copy.size += len(frame)
+        except OSError:  # no more memory
+            copy.state, copy.value = RAISED, as_error()
+        finally:
+            is_whole = copy.state == WAITING and received.digest() == digest
+            if not is_whole:
+                os.close(payload)
+                if copy.state == WAITING:
                     self.drop(digest, copy)
-                    os.close(payload)
-            if is_whole:
-                threading.Thread(target=self.load, args=(digest, copy, payload)).start()
-            state = READY if is_whole else UNKNOWN
-        else:
-            state = WAITING
+        if is_whole:
+            threading.Thread(target=self.load, args=(digest, copy, payload)).start()
+        state = READY if is_whole else UNKNOWN if copy.is_dropped else WAITING
         return wire.seal(self.token, nonce, messages.Reply(state=state))
 
     def load(self, digest: bytes, copy: Copy, payload: int) -> None:
         """In a thread: have a process hold a Dataset that has come."""
-        self.make_room(copy)
-        began, copy.holder = time.monotonic(), new_process(self.main)
+        began = time.monotonic()
         try:
+            self.make_room(copy)
+            copy.holder = new_process(self.main)
             socket.send_fds(copy.holder, [b"+"], [payload])
             state, copy.value = Connection(os.dup(copy.holder.fileno())).recv()
         except (OSError, EOFError):
-            self.deaths[digest] += 1
-            state, copy.value = RAISED, as_error("the Dataset's process has died: is there memory?")
-            if self.deaths[digest] < ATTEMPTS:
-                return self.drop(digest, copy)
+            return self.drop(digest, copy, has_died=True)
         finally:
             os.close(payload)
         copy.state, seconds = state, time.monotonic() - began
@@ -161,21 +174,23 @@ class Front:
 
         Each rank and each change of a Dataset in the training script may make another one.
         """
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if len(self.copies) == 2:
-            print("feed: from here on, this host has several Datasets in memory", flush=True)
-        for digest, copy in sorted(self.copies.items(), key=lambda item: item[1].used_at):
-            sizes = [each.size for each in self.copies.values()]
-            if len(sizes) <= MOST_DATASETS and sum(sizes) <= MOST_MEMORY * pages:
-                return
-            if copy is not new and not copy.calls and copy.state != WAITING:
-                self.drop(digest, copy)
+        with self.lock:
+            pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            if len(self.copies) == 2:
+                print("feed: from here on, this host has several Datasets in memory", flush=True)
+            for digest, copy in sorted(self.copies.items(), key=lambda item: item[1].used_at):
+                sizes = [each.size for each in self.copies.values()]
+                if len(sizes) <= MOST_DATASETS and sum(sizes) <= MOST_MEMORY * pages:
+                    return
+                if copy is not new and not copy.calls and copy.state != WAITING:
+                    self.drop(digest, copy)
 
-    def drop(self, digest: bytes, copy: Copy) -> None:
+    def drop(self, digest: bytes, copy: Copy, has_died: bool = False) -> None:
         """Forget a Dataset, which ends its processes: who asks for it uploads it again."""
         with self.lock:
             copy.is_dropped = True
             if self.copies.get(digest) is copy:
                 del self.copies[digest]
+                self.deaths[digest] += has_died
             if copy.holder:
                 copy.holder.close()

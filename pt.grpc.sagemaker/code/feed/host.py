@@ -1,6 +1,7 @@
 """A data host, as a process of the training script knows it: what it is asked over gRPC."""
 
 import hashlib
+import math
 import os
 import pickle
 import time
@@ -61,7 +62,7 @@ class Host:
         And a part of one more, by chance, drawn for each batch: no process knows what others ask a
         host for meanwhile, and a host of few workers is not to get a chunk of each.
         """
-        return (self.asked + self.luck) / self.share()
+        return (self.asked + self.luck) / (self.share() or 1e-9)
 
     def expected(self, samples: int) -> float:
         """Return the seconds in which it would be done with so many samples more."""
@@ -70,17 +71,23 @@ class Host:
 
     def get_dataset(
         self, digest: bytes, upload: Callable[[], Iterator[bytes]], what: str
-    ) -> tuple | None:
-        """Have it get the Dataset; return what it says of it, if it has it and a callable made it.
+    ) -> tuple[int, tuple | None] | None:
+        """Get the Dataset to it; return its number of workers once it has it.
 
-        upload: yields the Dataset's pickle. what: describes it.
+        And what it says of a Dataset that a callable has made. upload: yields the Dataset's pickle.
+        what: describes it.
         """
         reply, call = self.ask(digest, None, [])
         if reply.state == wire.UNKNOWN:
             nonce, metadata = wire.sign(self.token, digest)
-            put = self.channel.stream_unary(f"/{wire.SERVICE}/Upload").future
-            taken = self.result(self.opened(put(upload(), metadata=metadata)).result)
-            taken = wire.unseal(self.token, nonce, taken)
+            put, errors = self.channel.stream_unary(f"/{wire.SERVICE}/Upload").future, []
+            sent = self.opened(put(self.heard(upload(), errors), metadata=metadata))
+            try:
+                taken = self.result(lambda: wire.unseal(self.token, nonce, sent.result()))
+            except Lost:
+                if errors:
+                    raise errors[0] from None
+                raise
             if taken.state == wire.UNKNOWN:
                 raise TypeError(
                     f"{what}: it changes while it travels, or its pickle is another one each time. "
@@ -89,10 +96,22 @@ class Host:
             if taken.state == wire.READY:  # else another process uploads it
                 print(f"feed: {what} has gone to data host {self.address}", flush=True)
         if reply.state != wire.READY:
+            call.cancel()
             return None
-        about = self.result(wire.decode, reply, call)
-        self.workers, self.failure = reply.workers, ""
-        return about
+        return reply.workers, self.result(wire.decode, reply, call)
+
+    def heard(self, frames: Iterator[bytes], errors: list[Exception]) -> Iterator[bytes]:
+        """Yield frames, and keep what they raise. The host is not silent while it takes them."""
+        self.heard_at = math.inf  # it is we who pickle, and it waits
+        try:
+            for frame in frames:
+                self.heard_at = time.monotonic()
+                yield frame
+        except Exception as error:
+            errors.append(error)
+            raise
+        finally:
+            self.heard_at = time.monotonic()
 
     def get_chunk(self, digest: bytes, chunk: Chunk, calls: list) -> list:
         """Have it prepare a chunk, by a call that is added to `calls`; return the samples."""
@@ -100,9 +119,9 @@ class Host:
         if reply.state != wire.READY:  # it has dropped the Dataset, or has been restarted
             self.workers = 0
             raise Lost("")
-        self.workers, self.failure = reply.workers, ""
+        self.workers, self.failure = self.workers and reply.workers, ""
         self.others = max(0, reply.calls - self.asked)
-        seconds = reply.seconds / len(chunk.indices)
+        seconds = reply.seconds / max(1, len(chunk.indices))
         self.seconds = (3 * self.seconds + seconds) / 4 if self.seconds else seconds
         return self.result(wire.decode, reply, call)
 
@@ -115,7 +134,7 @@ class Host:
         call = self.opened(ask(request, metadata=metadata))
         calls.append(call)
         while True:
-            reply = wire.unseal(self.token, nonce, self.result(next, call, b""))
+            reply = self.result(lambda: wire.unseal(self.token, nonce, next(call, b"")))
             self.heard_at = time.monotonic()
             if reply.state == wire.RAISED:
                 value = self.result(wire.decode, reply, call)

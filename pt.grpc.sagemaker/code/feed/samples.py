@@ -40,10 +40,18 @@ def chunk_of(indices: list) -> Chunk:
 
 
 def check_is_map_style(dataset: Any) -> None:
-    """Raise TypeError if it is none: only its own process can step through an IterableDataset."""
+    """Raise TypeError if it is not: only its own process can step through an IterableDataset."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         name = type(dataset).__name__
         raise TypeError(f"{name} is no map-style Dataset, with __getitem__ and __len__")
+
+
+def make(given: Callable) -> Any:
+    """Return the Dataset that a callable makes, the same one in each process."""
+    begin(None, [], chunk_of([]), 0, None)
+    dataset = given()
+    check_is_map_style(dataset)
+    return dataset
 
 
 def prepare(
@@ -92,12 +100,9 @@ def undisturbed(generators: list) -> Iterator[None]:
 
     One thread, as on data hosts, because more may add up in another order.
     """
-    held = [[generator, *state_of(generator)] for generator in generators]
-    state, numpy_state, torch_state = (
-        random.getstate(),
-        np.random.get_state(),
-        torch.get_rng_state(),
-    )
+    held = [*map(state_of, generators)]
+    held += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
+    held.append((torch.set_rng_state, torch.get_rng_state()))
     info, threads = torch_worker._worker_info, torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -105,11 +110,8 @@ def undisturbed(generators: list) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch_worker._worker_info = info
-        random.setstate(state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        for _, put_back, value in held:
-            put_back(value)
+        for put_back, state in held:
+            put_back(state)
 
 
 def state_of(generator: Any) -> tuple[Callable, Any]:
@@ -140,10 +142,14 @@ def stand_in_for_ranks() -> Callable[[Chunk], None]:
     return set_ranks
 
 
-def summary(dataset: Any, generators: list) -> tuple[int | None, list[str], list[float]]:
-    """Return a Dataset's length, and what some of its samples are, to compare with other hosts."""
+def summary(dataset: Any, generators: list) -> tuple[int | None, bool, list[str], list[float]]:
+    """Return what is to be the same on all hosts, and what the training process asks of a Dataset.
+
+    Its length, whether it has `__getitems__`, facts of some samples, and means of their numbers.
+    """
+    is_whole = hasattr(dataset, "__getitems__")
     if not hasattr(dataset, "__len__"):
-        return None, [], []
+        return None, is_whole, [], []
     indices = [*range(0, len(dataset), max(1, len(dataset) // 3))]
     leaves, structure = tree_flatten(prepare(dataset, generators, chunk_of(indices)))
     facts, means = [str(structure)], []
@@ -156,12 +162,12 @@ def summary(dataset: Any, generators: list) -> tuple[int | None, list[str], list
             leaf = leaf.double().numpy()
         if isinstance(leaf, (float, np.ndarray)) and np.asarray(leaf).dtype.kind in "biuf":
             means.append(float(np.mean(leaf)))
-    return len(dataset), facts, means
+    return len(dataset), is_whole, facts, means
 
 
 def differ(one: tuple, other: tuple) -> bool:
     """Whether two summaries are of different Datasets. CPUs may round differently."""
-    return one[:2] != other[:2] or not np.allclose(one[2], other[2], 1e-3, 1e-3, equal_nan=True)
+    return one[:3] != other[:3] or not np.allclose(one[3], other[3], 1e-3, 1e-3, equal_nan=True)
 
 
 def as_error(text: str = "") -> bytes:

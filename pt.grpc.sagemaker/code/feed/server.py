@@ -2,7 +2,7 @@
 
     HETERO_TOKEN=... python -m feed.server HOST:PORT [--workers N]
 
-It names nothing of theirs, and serves until SIGTERM those who have the job's token. The main
+It knows nothing of their code, and serves until SIGTERM those who have the job's token. The main
 process forks others, and so has no threads: one that speaks gRPC (front.py), and those that have
 the Datasets (worker.py).
 """

@@ -4,7 +4,6 @@ import io
 import multiprocessing
 import os
 import pickle
-import shutil
 import tempfile
 import threading
 from collections.abc import Callable
@@ -16,9 +15,10 @@ from torch.utils.data import get_worker_info
 
 from feed.epochs import Asked
 from feed.fetch import Fetcher
-from feed.samples import Chunk, check_is_map_style, differ, prepare, undisturbed
-from feed.travel import Digest, dump, frames, generators_of, paths_beside_script
-from feed.wire import FRAME
+from feed.samples import Chunk, differ, make, prepare, undisturbed
+from feed.travel import Digest, dump, frames, frames_of, generators_of, paths_beside_script
+
+MOST_INIT_FN = 8 << 20  # bytes of a pickled worker_init_fn, which goes with each request
 
 
 def as_is(batch: Any) -> Any:
@@ -38,7 +38,7 @@ class Source:
         self.first_batch, self.process = 0, 0
 
     def __getstate__(self) -> dict:
-        """Travel to a process that is spawned: there, the script's classes are of no `__main__`."""
+        """Pickle it for a process that is spawned, in which the script is not `__main__`."""
         file = io.BytesIO()
         dump(file, not self.hosts, dataset=self.given, collate_fn=self.collate_fn)
         own = "is_made", "hosts", "token", "timeout", "first_batch"
@@ -51,7 +51,7 @@ class Source:
     def begin_process(self) -> None:
         """Forget what belongs to the process that this one was forked from."""
         if self.process != os.getpid():
-            self.inherited = self.__dict__.get("fetcher")  # kept: its end would touch gRPC's state
+            self.inherited = self.__dict__.get("fetcher")  # to free it would touch gRPC's state
             self.process, self.fetcher = os.getpid(), None
             self.is_changed, self.was_reached = True, False
             self.dataset = self.given if self.is_made else None
@@ -89,8 +89,8 @@ class Source:
     def made(self) -> Any:
         """Return the Dataset of this process."""
         if self.dataset is None:
-            self.dataset = self.given()
-            check_is_map_style(self.dataset)
+            with undisturbed([]):
+                self.dataset = make(self.given)
         return self.dataset
 
     def get(self, indices: list, asked: Asked | None, is_batch: bool) -> Any:
@@ -113,11 +113,13 @@ class Source:
         if not self.hosts:
             dataset = self.made()
             if self.is_changed:
-                self.generators, self.is_changed = generators_of(dataset), False
+                self.generators, self.is_changed = generators_of(dataset, self.collate_fn), False
             with undisturbed(self.generators):
                 return prepare(dataset, self.generators, chunk, self.collate_fn)
         self.connect()
-        is_divisible = not (self.collate_fn or hasattr(self.given, "__getitems__"))
+        self.fetcher.wait_for_host()
+        is_whole = hasattr(self.given, "__getitems__") if self.is_made else self.described[1][1]
+        is_divisible = not (self.collate_fn or is_whole)
         self.notice(is_batch, is_divisible, asked)
         return self.fetcher.fetch(chunk, is_divisible, asked.num_workers if asked else 1)
 
@@ -127,6 +129,11 @@ class Source:
             file = io.BytesIO()
             dump(file, worker_init_fn=asked.worker_init_fn)
             self.pickled_init_fn = file.getvalue()
+            if (size := len(self.pickled_init_fn)) > MOST_INIT_FN:
+                raise ValueError(
+                    f"worker_init_fn takes {size / 1e6:.0f} MB along, with each request: let it be "
+                    "a function that does not use the Dataset or the model"
+                )
         return self.pickled_init_fn
 
     def where(self, asked: Asked | None) -> tuple[tuple[int, ...], int]:
@@ -147,8 +154,8 @@ class Source:
     def connect(self, keep: bool = False) -> None:
         """Have the data hosts get the Dataset as it is now.
 
-        It is pickled twice, for its digest and to be uploaded, so that it is never all in memory,
-        or once, into a file, to `keep` it as it is.
+        It is pickled for its digest, and again for each host that it is uploaded to, so that it is
+        never all in memory; or once, into a file, to `keep` it as it is.
         """
         if self.fetcher and not self.is_changed:
             return
@@ -160,13 +167,11 @@ class Source:
             parts = {"dataset": self.given, "is_made": self.is_made, "collate_fn": self.collate_fn}
             return dump(to, **parts).globals
 
-        def write_kept(to: Any) -> None:
-            file.seek(0)
-            shutil.copyfileobj(file, to, FRAME)
-
         taken_along = write(file or digest)
         if file:
-            write_kept(digest)
+            file.flush()
+            for frame in frames_of(file):
+                digest.write(frame)
         what = f"{type(self.given).__name__}, {digest.size / 1e6:.1f} MB"
         if taken_along:
             used = ", ".join(f"{name} in {where}" for name, where in taken_along.items())
@@ -174,9 +179,8 @@ class Source:
         if not self.fetcher:
             self.fetcher = Fetcher(self.hosts, self.token, self.timeout, self.check)
         self.described: tuple[str, Any] | None = None
-        self.fetcher.use(
-            what, digest.sha256.digest(), lambda: frames(write_kept if keep else write)
-        )
+        upload = (lambda: frames_of(file)) if file else (lambda: frames(write))
+        self.fetcher.use(what, digest.sha256.digest(), upload)
         self.is_changed = self.was_reached = False
 
     def check(self, address: str, about: tuple) -> None:
@@ -191,7 +195,9 @@ class Source:
 
     def notice(self, is_batch: bool, is_divisible: bool, asked: Asked | None) -> None:
         """Say once what makes it slow."""
-        name, text, info = type(self.given).__name__, "", get_worker_info()
+        name, text, info = "the Dataset", "", get_worker_info()
+        if self.is_made:
+            name = type(self.given).__name__
         if asked and not is_batch:
             text = "samples are asked for one by one: set batch_size, and put RemoteDataset around "
             text += "a ConcatDataset, not into it"

@@ -34,8 +34,10 @@ class DatasetPickler(cloudpickle.Pickler):
     stays_here: it is for another process of the training script, which has the script's classes.
     """
 
-    def __init__(self, file: IO[bytes], stays_here: bool = False):
-        super().__init__(file, protocol=5)
+    def __init__(
+        self, file: IO[bytes], stays_here: bool = False, buffer_callback: Callable | None = None
+    ):
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.stays_here = stays_here
         self.generators: list[Any] = []
         self.globals: dict[str, str] = {}  # of the training script -> where they are used
@@ -50,9 +52,11 @@ class DatasetPickler(cloudpickle.Pickler):
         elif isinstance(value, type) and value.__module__ in MAIN:
             if self.stays_here and "<locals>" not in value.__qualname__:
                 return of_main, (value.__qualname__,)
-            # Its random id would make the Dataset another one in each rank.
-            trackers = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
-            trackers.setdefault(value, f"__main__.{value.__qualname__}")
+            # cloudpickle's random id would give the Dataset another digest in each rank.
+            ids, name = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS, value.__qualname__
+            while value not in ids and name in ids.values():  # another class of this name
+                name += "'"
+            ids.setdefault(value, name)
         elif isinstance(value, FunctionType) and value.__module__ in MAIN:
             for name in value.__code__.co_names:
                 used = value.__globals__.get(name)
@@ -152,17 +156,23 @@ def frames(write: Callable[[IO[bytes]], Any]) -> Iterator[bytes]:
     """Yield in frames what `write` writes into a file. It is never all in memory."""
     with tempfile.TemporaryFile() as file:
         write(file)
-        file.seek(0)
-        while frame := file.read(FRAME):
-            yield frame
+        file.flush()
+        yield from frames_of(file)
+
+
+def frames_of(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield what is in a file, in frames; several threads may do so at the same time."""
+    at = 0
+    while frame := os.pread(file.fileno(), FRAME, at):
+        yield frame
+        at += len(frame)
 
 
 def generators_of(*values: Any) -> list[Any]:
     """Return the random generators that values hold, as far as they can be pickled."""
-    pickler = DatasetPickler(Digest())
+    pickler = DatasetPickler(Digest(), buffer_callback=lambda memory: None)  # which is not read
     with contextlib.suppress(Exception):
-        for value in values:
-            pickler.dump(value)
+        pickler.dump(values)
     return pickler.generators
 
 

@@ -30,8 +30,8 @@ import torch
 from feed.samples import (
     as_error,
     begin,
-    check_is_map_style,
     chunk_of,
+    make,
     prepare,
     stand_in_for_ranks,
     summary,
@@ -57,7 +57,7 @@ def fork(work: Callable, *arguments: Any) -> int:
             work(*arguments)
     except SystemExit as error:
         print(error.code, flush=True)
-    except (EOFError, ConnectionError):  # who has asked for this process has ended
+    except (EOFError, ConnectionError):  # the process that asked for this one has ended
         os._exit(1)
     except BaseException:
         traceback.print_exc()
@@ -73,7 +73,7 @@ def fork_for_each(requests: socket.socket, work: Callable) -> None:
                 continue
         if not message:
             return
-        with socket.socket(fileno=fds[0]) as its:
+        with socket.socket(fileno=fds[0]) as its, contextlib.suppress(OSError):  # no more memory
             fork(work, requests, its)
 
 
@@ -121,10 +121,9 @@ def serve_chunks(
     connection.send(os.getpid())
     problem, init_fns = b"", {b""}
     try:
-        dataset = given if is_made else given()
-        check_is_map_style(dataset)
+        dataset = given if is_made else make(given)
         begin(dataset, [], chunk_of([]), 0, None)  # for get_worker_info()
-        generators = generators_of((dataset, collate_fn))
+        generators = generators_of(dataset, collate_fn)
     except BaseException:
         problem = as_error()
     connection.send_bytes(b"ready")
@@ -138,9 +137,9 @@ def serve_chunks(
                 chunk = pickle.loads(request)
                 set_ranks(chunk)
                 if chunk.init_fn not in init_fns:
-                    init_fns.add(chunk.init_fn)
                     [init_fn] = pickle.loads(chunk.init_fn)
                     init_fn(0)
+                    init_fns.add(chunk.init_fn)
                 value, parts = encode(prepare(dataset, generators, chunk, collate_fn))
             else:
                 value, parts = encode(None if is_made else summary(dataset, generators))
