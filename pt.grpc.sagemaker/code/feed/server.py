@@ -1,6 +1,6 @@
 """A data host: prepares samples of the Datasets that training scripts send.
 
-    HETERO_TOKEN=... python -m feed.server HOST:PORT [--workers N]
+    HETERO_TOKEN=... python -m feed.server [HOST:PORT] [--workers N]
 
 It knows nothing of their code, and serves until SIGTERM those who have the job's token. The main
 process forks others, and so has no threads: one that speaks gRPC (front.py), and those that have
@@ -88,13 +88,17 @@ def end(*_: Any) -> None:
 def main() -> None:
     """Fork the front, and the processes that it asks for."""
     parser = argparse.ArgumentParser(description="Prepares samples of Datasets that come to it.")
-    parser.add_argument("address", metavar="HOST:PORT", help="to serve at")
+    add = parser.add_argument
+    at = os.environ.get("HETERO_SERVE_AT")  # set by hetero/
+    add("address", metavar="HOST:PORT", nargs="?", default=at, help="to serve at; HETERO_SERVE_AT")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=int, default=cores, help="processes; default: one a core")
+    add("--workers", type=int, default=cores, help="processes; default: one a core")
     args = parser.parse_args()
     token = os.environ.get("HETERO_TOKEN", "")
     if not token:
         parser.error("HETERO_TOKEN must be the job's token")
+    if not args.address:
+        parser.error("HOST:PORT is missing: where to serve")
     if args.workers < 1:
         parser.error("--workers must be 1 or more")
     signal.signal(signal.SIGTERM, end)

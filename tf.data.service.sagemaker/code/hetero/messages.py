@@ -6,9 +6,8 @@ import os
 
 TOKEN = os.environ.get("HETERO_TOKEN", "")  # by which the job's hosts know each other
 LONGEST_LINE = 16384  # bytes; a reason has 1000 characters, each of which takes 12 in JSON at most
-JOIN_SECONDS = 600  # hosts load the image and their data, and not equally fast
 HELLO_SECONDS = 5  # to connect, and for who has connected to say who it is
-BEAT_SECONDS, LOST_SECONDS = 2, 20  # a host without signs of life is lost
+BEAT_SECONDS = 2  # between two signs of life
 
 
 def send(writer: asyncio.StreamWriter, message: dict) -> None:

@@ -1,0 +1,34 @@
+"""The cores of a training host that its ranks leave, for a data server."""
+
+import contextlib
+import os
+from pathlib import Path
+
+# The vCPUs of the physical core that a vCPU belongs to.
+SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+
+
+def spare_cores(ranks: int, most: int | None = None) -> list[int]:
+    """Return the numbers of the vCPUs that are spare: all but a physical core for each rank.
+
+    most: return the last so many of all vCPUs instead, whole cores or not.
+    """
+    by_core: dict[str, list[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        siblings = Path(SIBLINGS.format(cpu))
+        core = siblings.read_text() if siblings.exists() else str(cpu)  # a container may hide it
+        by_core.setdefault(core, []).append(cpu)
+    if most is None:
+        return sum([*by_core.values()][ranks:], [])
+    everyone = sum(by_core.values(), [])
+    return everyone[max(0, len(everyone) - most) :]
+
+
+def keep_to(cores: list[int], pid: int) -> None:
+    """Let a process that has just been started run on these vCPUs alone, while they are idle."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        try:
+            os.sched_setaffinity(pid, cores)
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+        except PermissionError:  # a container may forbid it
+            os.setpriority(os.PRIO_PROCESS, pid, 19)  # the lowest
