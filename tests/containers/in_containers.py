@@ -25,9 +25,10 @@ from endings import upload_images
 from images import write_records
 from jobs import TWO_GROUPS, Jobs, texts_in
 from pages import (
+    ENTRY,
     EXAMPLE,
-    LAUNCHER,
     TENSORFLOW,
+    TF_ENTRY,
     TF_FILES,
     TF_TRAINING,
     TF_V2,
@@ -209,7 +210,7 @@ threading.Thread(target=bother, daemon=True).start()
 @pytest.mark.parametrize(
     "name, distribution, port",
     [
-        pytest.param(TENSORFLOW_221, "tf.distribute", 10, marks=needs(TENSORFLOW_221)),
+        pytest.param(TENSORFLOW_221, "tf.distribute", 14, marks=needs(TENSORFLOW_221)),
         pytest.param(HOROVOD, "horovod", 1, marks=needs(HOROVOD)),  # its rendezvous
     ],
 )
@@ -388,10 +389,10 @@ def test_lines_for_sdk_v2(
 def project(name: str) -> dict[str, str]:
     """A reader's code/: what the example's README says, with two scripts of the reader's own."""
     if name == PYTORCH:
-        files = {"launcher.py": LAUNCHER, **TOY_SCRIPTS}
+        files = {"entry.py": ENTRY, **TOY_SCRIPTS}
         runtime = EXAMPLE
     else:
         files = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
-        files["my_training.py"] = TF_TRAINING
+        files |= {"entry.py": TF_ENTRY, "my_training.py": TF_TRAINING}
         runtime = TENSORFLOW
     return {**texts_in(runtime / "code", "hetero"), **files}

@@ -22,16 +22,17 @@ from mnist import idx
 from pages import (
     AFTER,
     BEFORE,
+    CHECKPOINTS,
     DIFF,
+    ENTRY,
     EXAMPLE,
-    LAUNCHER,
     LOCAL,
     MEASURED,
     ROOT,
     TENSORFLOW,
+    TF_COMMAND,
     TF_FILES,
     TF_FOLDERS,
-    TF_RANKS,
     TF_TRAINING,
     TF_V2,
     TORCHRUN,
@@ -50,7 +51,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     code = tmp_path / "code"
     code.mkdir()
     shutil.copytree(EXAMPLE / "code" / "hetero", code / "hetero")
-    (code / "launcher.py").write_text(LAUNCHER)
+    (code / "entry.py").write_text(ENTRY)
     (code / "feed").mkdir()
     for name, text in TOY_SCRIPTS.items():
         (code / name).write_text(text)
@@ -59,8 +60,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_to_be_copied_is_short():
-    for job in (V3, V2):
-        assert count_lines(LAUNCHER, job) < 30
+    for lines in (V3, ENTRY + V2):
+        assert count_lines(lines) < 30
+    assert all(count_lines(block) <= 16 for block in CHECKPOINTS.values())  # and a line says which
 
 
 def count_lines(*texts: str) -> int:
@@ -97,10 +99,10 @@ def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
     copied = texts_in(EXAMPLE / "code", "hetero", "feed")
     mine = ("dataset.py", "model.py", "requirements.txt")
     copied |= {name: (EXAMPLE / "code" / name).read_text() for name in mine}
-    copied |= {"launcher.py": LAUNCHER, "train.py": AFTER}
+    copied["train.py"] = AFTER
     job = jobs.run(
         copied,
-        "exec python launcher.py",
+        "exec python -m hetero train.py",
         {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)},
         environment={"HETERO_TOKEN": "a secret"},
         input_data_config=[InputData(channel_name="training", data_source="s3://noise/train")],
@@ -119,15 +121,11 @@ def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
 @pytest.mark.thorough
 def test_lines_for_torchrun(jobs: Jobs):
     """Four ranks, which torchrun starts on two hosts."""
-    first, replacement = TORCHRUN.split("\n", 1)
-    assert first == "# code/launcher.py, instead of train = ..."
-    launcher, count = re.subn(r"train = .*\n", lambda _: replacement, LAUNCHER)
-    assert count == 1
     train = "import torch\nimport torch.distributed as dist\n"
     train += "dist.init_process_group('gloo')\nranks = [None] * dist.get_world_size()\n"
     train += "dist.all_gather_object(ranks, dist.get_rank())\nprint(f'ranks {ranks}')\n"
     train += "dist.destroy_process_group()\n"  # without it torch sometimes aborts at the end
-    files = {**TOY_SCRIPTS, "train.py": train, "launcher.py": launcher}
+    files = {**TOY_SCRIPTS, "train.py": train, "launcher.py": TORCHRUN}
     files |= texts_in(EXAMPLE / "code", "hetero")
     groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 2)}
     environment = {"HETERO_TOKEN": "a secret"}
@@ -199,17 +197,10 @@ def test_lines_for_sdk_v2(jobs: Jobs, project: Path):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path, ranks: int):
-    """On several GPUs the launcher differs only in how many ranks a host runs.
-
-    In a pass over the data no record comes twice.
-    """
+    """In a pass over the data no record comes twice, on several ranks neither."""
     import tensorflow as tf  # takes seconds, and no other test here needs it
 
-    first, replacement = TF_RANKS.split("\n", 1)
-    assert first == "# code/launcher.py, instead of hetero.run(...)"
-    launcher = re.sub(r"    hetero.run.*\n", lambda _: replacement, TF_FILES[0])
-    assert launcher.replace("ranks=2, ", "") == TF_FILES[0] != launcher
-    assert len(TF_FILES) == 3 and count_lines(*TF_FILES) < 50
+    assert len(TF_FILES) == 2 and count_lines(*TF_FILES) < 40
     s3 = boto3.client("s3")
     s3.create_bucket(Bucket="numbers")
     arrive = ranks * 1000 * 64  # records, in all steps
@@ -220,12 +211,10 @@ def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path, ranks: int):
         s3.upload_file(f"{tmp_path}/part", "numbers", f"data/{first}.tfrecord")
     copied = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
     copied["my_training.py"] = TF_TRAINING
-    if ranks > 1:
-        copied["launcher.py"] = launcher
     copied |= texts_in(TENSORFLOW / "code", "hetero")
     job = jobs.run(
         copied,
-        "exec python launcher.py",
+        f"exec {TF_COMMAND}".replace("hetero", f"hetero --ranks {ranks} --spare-cores 0"),
         {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)},
         environment={"HETERO_TOKEN": "a secret"},
         input_data_config=[InputData(channel_name="training", data_source="s3://numbers/data")],

@@ -25,5 +25,5 @@ hetero.run(
     train=[*way, "train_dnn.py", *words, *channels, *checkpoints],
     serve=[sys.executable, "train_data.py", *words, *channels],
     ranks=1 if args.distribution == "horovod-mpi" else args.processes_per_host,
-    first_is_needed=True,  # it has the dispatcher
+    needed="first",  # which has the dispatcher
 )

@@ -1,7 +1,7 @@
 """A host's part in tf.data.service: a worker that prepares batches, and on one host the dispatcher.
 
 The dispatcher shares out the files among the workers, and keeps a journal: started again with the
-same work folder, it goes on where it was. Nobody stops either of them but a signal.
+same work folder, it goes on where it was. Both run until a signal ends them.
 """
 
 import os

@@ -20,7 +20,7 @@ __all__ = ["RemoteDataset", "as_is"]
 def __getattr__(name: str) -> Any:
     """Import remote.py, and with it torch, for its names alone.
 
-    For server.py has something to do before torch is imported.
+    server.py has something to do before torch is imported.
     """
     if name not in __all__:
         raise AttributeError(f"module 'feed' has no attribute {name!r}")

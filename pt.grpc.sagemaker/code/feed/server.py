@@ -90,7 +90,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Prepares samples of Datasets that come to it.")
     add = parser.add_argument
     at = os.environ.get("HETERO_SERVE_AT")  # set by hetero/
-    add("address", metavar="HOST:PORT", nargs="?", default=at, help="to serve at; HETERO_SERVE_AT")
+    add(
+        "address",
+        metavar="HOST:PORT",
+        nargs="?",
+        default=at,
+        help="where to serve; HETERO_SERVE_AT",
+    )
     cores = len(os.sched_getaffinity(0))
     add("--workers", type=int, default=cores, help="processes; default: one a core")
     args = parser.parse_args()

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import time
+import traceback
 
 from hetero.messages import BEAT_SECONDS, HELLO_SECONDS, TOKEN, receive, send
 from hetero.plan import Plan
@@ -12,8 +13,7 @@ from hetero.process import TICK_SECONDS
 # if one has failed by itself, and if all so far were cut off from another.
 SETTLE_SECONDS, CAUSE_SECONDS = 1, 10
 SIGTERM_SECONDS = 100  # for the ranks to end when the job is stopped: SageMaker kills at 120
-GOODBYE_SECONDS = 10  # for all hosts to stop their processes at the end, and again for all to exit
-REFUSAL_SECONDS = 10  # between two lines about connections that are refused for the same reason
+STOP_SECONDS, EXIT_SECONDS = 60, 10  # at the end: for all to stop their processes, and to exit
 
 
 class Leader:
@@ -30,7 +30,7 @@ class Leader:
         self.word = {"start": False, "stop": False, "end": None, "exit": False}  # for all hosts
         self.told_at = 0.0
         self.began: dict[str, float] = {"join": time.monotonic()}  # what is waited for, and since
-        self.refused_at: dict[str, float] = {}  # when a line has been printed, by reason
+        self.refused: set[tuple[str, str]] = set()  # addresses and reasons that the log has
 
     def absent(self) -> set[str]:
         """Hosts that have not come."""
@@ -58,7 +58,8 @@ class Leader:
         return time.monotonic() > began + seconds
 
     def fail(self, error: Exception) -> None:
-        """End the job for an error in the leader itself."""
+        """End the job for an error in the leader's own code."""
+        traceback.print_exc()
         what = f"{type(error).__name__}: {error}"
         self.decide(False, f"The leader on {self.cluster.where(self.plan.leader)} failed: {what}.")
 
@@ -75,9 +76,9 @@ class Leader:
         # SageMaker waits for all hosts of a job that has not failed, and one that hangs now would
         # be billed until MaxRuntimeInSeconds. So first all stop their processes, then all leave.
         began = time.monotonic()
-        for exit in (False, True):
+        for exit, seconds in ((False, STOP_SECONDS), (True, EXIT_SECONDS)):
             self.tell(exit=exit)
-            deadline = time.monotonic() + GOODBYE_SECONDS
+            deadline = time.monotonic() + seconds
             while late := {*self.members} if exit else self.unfinished():
                 if time.monotonic() > deadline:
                     where = self.cluster.where(*late)
@@ -124,19 +125,19 @@ class Leader:
         for group, hosts in self.cluster.groups.items():
             lost = [self.reports.get(host, {}).get("server") for host in hosts]
             if group != self.cluster.group and all(lost):  # the leader's own group trains
-                when, sentence = lost[0]
+                when, sentence = max(lost)
                 failures.append([False, when, f"{sentence} No host of {group} is left."])
         return failures
 
     async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hear a host as long as it is there; refuse a stranger, and print why once in 10 s."""
+        """Hear a host as long as it is there; refuse a stranger."""
         try:
             report, why = await receive(reader, HELLO_SECONDS), ""
             if not hmac.compare_digest(ascii(report.get("token")), ascii(TOKEN)):
                 why = "wrong token"
-            elif report.get("host") not in [*self.absent()]:  # which nothing sent can break
+            elif report.get("host") not in [*self.absent()]:  # not a set: it may be unhashable
                 why = "a host that is not awaited"
-        except (OSError, RecursionError, asyncio.CancelledError) as error:  # nested; the end
+        except (OSError, RecursionError, asyncio.CancelledError) as error:  # deep; the job's end
             why = str(error) or "the job has ended"
         if why:
             self.refuse(writer, why)
@@ -157,10 +158,10 @@ class Leader:
             self.fail(error)
 
     def refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
-        """Say why to who has connected, and to the log."""
+        """Tell a stranger why, and the log, once for each address and reason."""
         send(writer, {"refused": why})
         writer.close()
-        if time.monotonic() > self.refused_at.get(why, -REFUSAL_SECONDS) + REFUSAL_SECONDS:
-            self.refused_at[why] = time.monotonic()
-            address = (writer.get_extra_info("peername") or ["?"])[0]
+        address = (writer.get_extra_info("peername") or ["?"])[0]
+        if (address, why) not in self.refused:
+            self.refused.add((address, why))
             print(f"hetero: refused a connection from {address}: {why}", flush=True)

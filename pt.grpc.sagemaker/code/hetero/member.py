@@ -5,13 +5,14 @@ import contextlib
 import os
 import signal
 import time
+import traceback
 from collections.abc import Coroutine
 
 from hetero.messages import HELLO_SECONDS, LONGEST_LINE, TOKEN, receive, send
 from hetero.plan import Plan
 from hetero.process import Process
-from hetero.spare import keep_to
-from hetero.topology import rank_environment, server_environment, spare_address
+from hetero.spare import run_when_idle, starting_on
+from hetero.topology import rank_environment, server_environment
 
 # Of a data server: restarts in a row, the run after which they are counted anew, and restarts in
 # the whole job: one that dies every few minutes may not go on for days.
@@ -31,14 +32,15 @@ class Member:
         self.here = self.cluster.where(self.cluster.host)
         self.tasks: list[asyncio.Task] = []
         self.processes: list[Process] = []  # that may be running
-        self.until_sigterm: list[Process] = []  # the ranks among them that have not got it
+        self.until_sigterm: list[Process] = []  # the ranks among them that have not been sent it
         self.writer: asyncio.StreamWriter | None = None
         first = self.cluster.rank * plan.ranks
+        self.waiting = [*range(first, first + plan.ranks)]  # ranks that have not been started
         self.report = {
             "token": TOKEN,
             "host": self.cluster.host,
             "sigterm": False,  # whether this host has got one
-            "running": [*range(first, first + plan.ranks)],  # ranks that have not ended
+            "running": [*self.waiting],  # ranks that have not ended
             "failure": None,  # the first one here: was it cut off, when, a sentence
             "server": None,  # the data server, once it is not restarted: when, a sentence
             "stopped": False,  # whether nothing runs here any more
@@ -57,7 +59,7 @@ class Member:
 
     async def take_part(self) -> list:
         """Do what the leader says; return whether the job is completed, and the reason."""
-        loop, waiting = asyncio.get_running_loop(), [*range(self.plan.ranks)]
+        loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: self.say(sigterm=True))
         loop.add_signal_handler(signal.SIGCHLD, self.reap)
         if not self.plan.ranks or self.plan.spare_cores:
@@ -66,13 +68,16 @@ class Member:
         try:
             reader = await self.join()
             while not word["exit"]:
-                word |= await receive(reader, self.plan.training_seconds)
+                word |= await receive(reader, self.plan.patience(self.cluster.host))
                 if word["refused"]:
                     raise ConnectionError(f"refused, {word['refused']}")
-                while waiting and word["start"] and not word["stop"]:
-                    self.start(self.train(waiting.pop(0)))
-                while self.until_sigterm and word["stop"]:  # data servers stay for the last steps
-                    self.until_sigterm.pop().popen.terminate()
+                if word["stop"]:  # data servers stay for the last steps
+                    while self.until_sigterm:
+                        self.until_sigterm.pop().popen.terminate()
+                    while self.waiting:
+                        self.report["running"].remove(self.waiting.pop())
+                while self.waiting and word["start"]:
+                    self.start(self.train(self.waiting.pop(0)))
                 if word["end"]:
                     await self.stop_all()
                 self.say(stopped=bool(word["end"]))
@@ -95,7 +100,7 @@ class Member:
                 reader, self.writer = await asyncio.wait_for(connecting, HELLO_SECONDS)
             except (OSError, asyncio.TimeoutError) as error:  # not there yet, or too busy
                 if time.monotonic() > deadline or self.report["sigterm"]:
-                    raise ConnectionError(f"not there, {error}") from None
+                    raise ConnectionError(f"not reached, {error or 'no answer'}") from None
                 await asyncio.sleep(0.2)
         self.say()
         return reader
@@ -107,6 +112,7 @@ class Member:
             try:
                 await work
             except Exception as error:
+                traceback.print_exc()
                 what = f"{type(error).__name__}: {error}"
                 self.say_failure(f"The launcher on {self.here} failed: {what}.")
 
@@ -128,13 +134,10 @@ class Member:
             process.popen.terminate()
         await asyncio.gather(*(process.ended(STOP_SECONDS) for process in self.processes))
 
-    async def train(self, local_rank: int) -> None:
+    async def train(self, rank: int) -> None:
         """Run a rank to its end."""
-        environment = rank_environment(self.cluster, local_rank, self.plan.ranks)
-        if self.plan.spare_cores:
-            servers = [os.environ["HETERO_DATA_HOSTS"], spare_address(self.cluster)]
-            environment["HETERO_DATA_HOSTS"] = ",".join(servers)
-        name = f"rank {environment['RANK']}" if self.plan.ranks > 1 else ""
+        environment = rank_environment(self.cluster, rank, self.plan.ranks)
+        name = f"rank {rank}" if self.plan.ranks > 1 else ""
         process = Process(self.plan.train, environment, name)
         self.processes.append(process)
         self.until_sigterm.append(process)
@@ -142,7 +145,7 @@ class Member:
         how, was_cut_off = process.describe_end()
         if process.popen.returncode:
             self.say_failure(f"On {self.here}, {how}.", was_cut_off)
-        self.report["running"].remove(int(environment["RANK"]))
+        self.report["running"].remove(rank)
         self.say()
 
     async def serve(self) -> None:
@@ -154,10 +157,12 @@ class Member:
                 pause = 2 ** (failures - 1)
                 print(f"hetero: {how}; restart in {pause} s", flush=True)
                 await asyncio.sleep(pause)
-            began, server = time.monotonic(), Process(self.plan.serve, environment)
+            began = time.monotonic()
+            with starting_on(self.plan.spare_cores):
+                server = Process(self.plan.serve, environment)
             self.processes.append(server)
             if self.plan.spare_cores:
-                keep_to(self.plan.spare_cores, server.popen.pid)
+                run_when_idle(server.popen.pid)
             await server.ended()
             self.processes.remove(server)
             how, _ = server.describe_end()
@@ -166,5 +171,5 @@ class Member:
         reason = f"On {self.here}, {how}, {in_all} times."
         print(f"hetero: {reason} It is left alone.", flush=True)
         self.say(server=[time.time(), reason])
-        if self.cluster.host in self.plan.needed:
+        if self.plan.is_needed:
             self.say_failure(f"{reason} The job cannot do without it.")

@@ -14,7 +14,8 @@ Copy this folder beside your script, and read it in this order:
 
 command.py    python -m hetero: what its options mean
 job.py        `run`: the job on this host, from beginning to end
-topology.py   what a host is told: who is where, the hyperparameters, the environment of the ranks
+topology.py   what a host is told, and what its ranks and servers are told
+plan.py       which host runs what
 member.py     a host's part: its ranks or data server, and what it reports of them
 process.py    a process: its start, its output, its end
 reason.py     why a process has failed, by its output

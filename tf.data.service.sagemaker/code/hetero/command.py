@@ -19,12 +19,15 @@ def main(words: list[str] | None = None) -> None:
     """
     words = sys.argv[1:] if words is None else words
     options = {
-        "--train-group": {"metavar": "NAME", "help": "it trains: dnn_group, or the only group"},
-        "--data-group": {"metavar": "NAME", "action": "append", "help": "serves data: data_group"},
-        "--serve": {"metavar": "SCRIPT.py", "help": "what data hosts run instead of feed.server"},
-        "--needed": {"choices": ["first"], "help": "the first data host's server cannot be missed"},
-        "--ranks": {"type": number(1), "help": "on each training host: one for each GPU"},
-        "--spare-cores": {"type": number(0, auto=None), "help": "for data: auto, all but a core"},
+        "--train-group": {"default": "dnn_group", "help": "group that trains, if not the only one"},
+        "--data-group": {"action": "append", "help": "group that serves data; data_group"},
+        "--serve": {"metavar": "SCRIPT.py", "help": "what data hosts run; -m feed.server"},
+        "--needed": {"choices": ["first"], "help": "the job fails without the first data host"},
+        "--ranks": {"type": number(1), "help": "on each training host; one for each GPU"},
+        "--spare-cores": {
+            "type": number(0, auto=None),
+            "help": "for data; auto: a core less a rank",
+        },
     }
     parser = argparse.ArgumentParser(prog="hetero", usage=USAGE, allow_abbrev=False)
     parser.error = lambda sentence: fail(f"python -m hetero: {sentence}.")
@@ -36,16 +39,15 @@ def main(words: list[str] | None = None) -> None:
     end += words[end : end + 1] in (["-h"], ["--help"])
     given = parser.parse_args(words[:end])
 
-    serve = ["-m", "feed.server"] if os.path.isdir("feed") else []
-    serve = [given.serve] if given.serve else serve
+    serve = command(["-m", "feed.server"]) if os.path.isdir("feed") else []
     run(
-        [*command(words[end:]), *hyperparameters()],
-        command(serve) if serve else [],
-        training_group=given.train_group,
+        train=[*command(words[end:]), *hyperparameters()],
+        serve=serve if given.serve is None else command([given.serve]),
+        train_group=given.train_group,
         data_groups=given.data_group or ["data_group"],
         ranks=given.ranks,
         spare_cores=given.spare_cores,
-        first_is_needed=given.needed == "first",
+        needed=given.needed or "",
     )
 
 

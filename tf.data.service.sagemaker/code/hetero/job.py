@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import contextlib
 import os
 import sys
 import traceback
@@ -11,13 +12,14 @@ from hetero.leader import Leader
 from hetero.member import Member
 from hetero.messages import LONGEST_LINE
 from hetero.plan import Plan, check_groups
-from hetero.spare import spare_cores as find_spare_cores
+from hetero.spare import find_spare_cores
 from hetero.topology import (
     BASE_DIR,
     accelerators,
     proxy_exceptions,
     read_cluster,
     server_address,
+    spare_address,
 )
 
 
@@ -25,11 +27,11 @@ def run(
     train: list[str],
     serve: Sequence[str] = (),
     *,
-    training_group: str | None = None,
+    train_group: str = "dnn_group",
     data_groups: Sequence[str] = ("data_group",),
     ranks: int | None = None,
     spare_cores: int | None = None,
-    first_is_needed: bool = False,
+    needed: str = "",
     join_seconds: float = 600,
     training_seconds: float = 60,
     data_seconds: float = 300,
@@ -40,14 +42,15 @@ def run(
         ends.
     serve: the command of the data servers, which run until then. One that ends is started again, a
         few times, and then left alone; the job fails if it was the last of its group.
-    training_group: dnn_group if not given. If there is one group only, it trains.
+    train_group: the group that trains. If there is one group only, that one does.
     data_groups: those whose hosts serve data. The job may lack them.
     ranks: on each training host; by default one for each GPU.
-    spare_cores: vCPUs of each training host for a data server beside the ranks, which may fail; by
-        default all but a physical core for each rank, 0 for none.
-    first_is_needed: whether the job fails without the server of the first data host.
-    join_seconds: how long hosts wait for the last one to come.
-    training_seconds, data_seconds: how long a training or data host may be silent.
+    spare_cores: vCPUs of each training host for one more data server, which the job can do without;
+        by default all but a physical core for each rank, 0 for none.
+    needed: "first" if the job cannot do without the server of the first data host.
+    join_seconds: how long all hosts wait for the last one to come.
+    training_seconds, data_seconds: after how long without a sign of life a training or data host is
+        lost, and the job fails; also how long such a host waits for one of the leader.
     """
     try:
         cluster = read_cluster()
@@ -58,33 +61,32 @@ def run(
     # The log's last line, after a failure's sentence: readers of the log see that it is complete.
     atexit.register(print, f"host={cluster.host} ends", flush=True)
     if len(cluster.groups) == 1:
-        [training_group] = cluster.groups
-    training_group = training_group or "dnn_group"
-    if problem := check_groups(cluster, training_group, data_groups, serve):
+        [train_group], data_groups = cluster.groups, ()
+    if problem := check_groups(cluster, train_group, data_groups, serve):
         fail(problem)
-
-    trains, ranks = cluster.group == training_group, ranks or accelerators()
-    data_hosts = [host for group in data_groups for host in cluster.groups.get(group, [])]
-    spare: list[int] = []
-    if trains and data_hosts:
-        spare = find_spare_cores(ranks, spare_cores)
-        print(f"spare_cores={len(spare)}", flush=True)
-    os.environ.update(proxy_exceptions(cluster))  # for all that this host starts
-    os.environ["HETERO_DATA_HOSTS"] = ",".join(server_address(cluster, h) for h in data_hosts)
-    plan = Plan(
-        cluster=cluster,
-        leader=cluster.groups[training_group][0],
-        train=train,
-        ranks=ranks if trains else 0,
-        serve=list(serve),
-        data_hosts=data_hosts,
-        needed=data_hosts[:1] if first_is_needed else [],
-        spare_cores=spare,
-        join_seconds=join_seconds,
-        training_seconds=training_seconds,
-        data_seconds=data_seconds,
-    )
     try:
+        trains, ranks = cluster.group == train_group, ranks or accelerators()
+        data_hosts = [host for group in data_groups for host in cluster.groups.get(group, [])]
+        servers, spare = [server_address(cluster, host) for host in data_hosts], []
+        if trains and data_hosts:
+            spare = find_spare_cores(ranks, spare_cores)
+            servers += [spare_address(cluster)] if spare else []
+            print(f"spare_cores={len(spare)}", flush=True)
+        plan = Plan(
+            cluster=cluster,
+            leader=cluster.groups[train_group][0],
+            train=train,
+            ranks=ranks if trains else 0,
+            serve=[*serve],
+            data_hosts=data_hosts,
+            spare_cores=spare,
+            is_needed=needed == "first" and data_hosts[:1] == [cluster.host],
+            join_seconds=join_seconds,
+            training_seconds=training_seconds,
+            data_seconds=data_seconds,
+        )
+        # For all that this host starts.
+        os.environ.update(proxy_exceptions(cluster), HETERO_DATA_HOSTS=",".join(servers))
         completed, reason = asyncio.run(take_part(plan))
     except Exception as error:  # such as a port that is taken
         traceback.print_exc()
@@ -103,13 +105,17 @@ async def take_part(plan: Plan) -> list:
     address = cluster.bind_address, cluster.base_port
     await asyncio.start_server(leader.meet, *address, backlog=512, limit=LONGEST_LINE)
     leading = asyncio.ensure_future(leader.lead())
-    leader.decide(*await member.take_part())  # as it has decided, in most cases
+    try:
+        leader.decide(*await member.take_part())  # as it has decided, in most cases
+    except Exception as error:
+        leader.fail(error)
     return await leading
 
 
 def fail(sentence: str) -> None:
     """End this host, and with it the job, with `sentence` as the FailureReason."""
-    if BASE_DIR.exists():  # else this is no training job
+    with contextlib.suppress(OSError):  # no training job, or no space: then the log has it
         (BASE_DIR / "output").mkdir(exist_ok=True)
-        (BASE_DIR / "output" / "failure").write_text(sentence[:1024])  # SageMaker shows no more
+        text = sentence[:1024]  # SageMaker shows no more
+        (BASE_DIR / "output" / "failure").write_text(text, encoding="utf-8", errors="replace")
     sys.exit(f"hetero: {sentence}")

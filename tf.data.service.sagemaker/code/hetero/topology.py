@@ -73,10 +73,7 @@ def read_cluster(base_dir: Path = BASE_DIR) -> Cluster:
 
 
 def hyperparameters() -> list[str]:
-    """The job's hyperparameters, as SDK v3's own driver writes them: ["--batch-size", "128"].
-
-    Not from the command line, where the toolkit of SDK v2 has them: it splits values at spaces.
-    """
+    """The job's hyperparameters, as SDK v3's own driver writes them: ["--batch-size", "128"]."""
     pairs = json.loads(os.environ.get("SM_HPS", "{}")).items()
     return [w for k, v in pairs for w in (f"--{k}", v if isinstance(v, str) else json.dumps(v))]
 
@@ -87,16 +84,16 @@ def accelerators() -> int:
     return counts[0] or counts[1] or 1
 
 
-def rank_environment(cluster: Cluster, local_rank: int, ranks: int) -> dict[str, str]:
+def rank_environment(cluster: Cluster, rank: int, ranks: int) -> dict[str, str]:
     """What torchrun and TF_CONFIG would tell one of this host's `ranks` training processes."""
-    hosts, rank = cluster.groups[cluster.group], cluster.rank * ranks + local_rank
+    hosts = cluster.groups[cluster.group]
     places = [cluster.address(host) for host in hosts for _ in range(ranks)]
     first_port = cluster.base_port + WORKER_PORT + len(cluster.hosts)
     workers = [f"{place}:{first_port + n}" for n, place in enumerate(places)]
     task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
     values = {
         "RANK": rank,
-        "LOCAL_RANK": local_rank,
+        "LOCAL_RANK": rank % ranks,
         "GROUP_RANK": cluster.rank,
         "NODE_RANK": cluster.rank,
         "WORLD_SIZE": len(places),
