@@ -391,7 +391,7 @@ ENDINGS = {
         settings={"changes": {"launcher.py": SILENT_SOONER}, "max_runtime_seconds": 600},
     ),
     "a host hangs when the training ends": Ending(
-        "Failed", rf"{DATA} did not end when the training had ended\.", 45 + AWS_KILLS,
+        "Failed", rf"{DATA} did not end when the training had ended\.", 100 + AWS_KILLS,
         lambda job: (
             job.freeze("data_group", 0),
             job.finish_training(after="step=8 "),

@@ -223,7 +223,7 @@ def test_without_instance_groups_there_is_one(tmp_path: Path):
     config |= {"network_interface_name": "ethwe", "current_instance_type": "local"}
     ask = (
         "from hetero.topology import rank_environment\n"
-        "told = rank_environment(cluster, 0, 1)\n"
+        "told = rank_environment(cluster, cluster.rank, 1)\n"
         "print(cluster.group, told['RANK'], told['WORLD_SIZE'], 'GLOO_SOCKET_IFNAME' in told)"
     )
     assert read(config, tmp_path, ask).split() == ["homogeneousCluster", "1", "2", "False"]
@@ -528,11 +528,15 @@ def test_the_reason_is_no_error_that_ends_nothing(jobs: Jobs):
     assert reason(jobs, script).endswith(end)
 
 
-@pytest.mark.parametrize("method", ["Leader.judge", "Plan.patience"])  # of each of its tasks
-def test_an_error_in_the_leader_s_own_code_is_the_reason(jobs: Jobs, method: str):
-    launcher = CLUSTER + (
-        f"from hetero.leader import Leader, Plan\n{method} = lambda *args: 1 / 0\n{MAIN}"
-    )
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "leader.Leader.judge = lambda leader: 1 / 0",
+        "leader.receive = lambda reader, seconds: receive(reader, seconds) if seconds < 9 else 1 / 0",
+    ],
+)  # in each of its tasks; in the second one after the hosts have said hello
+def test_an_error_in_the_leader_s_own_code_is_the_reason(jobs: Jobs, bug: str):
+    launcher = f"{CLUSTER}from hetero import leader\nreceive = leader.receive\n{bug}\n{MAIN}"
     job, _ = run(jobs, "", files={"launcher.py": launcher})
     said = r"The leader on algo-\d \(dnn_group\) failed: ZeroDivisionError: division by zero\."
     assert re.search(said, job["FailureReason"])

@@ -13,7 +13,8 @@ from hetero.process import TICK_SECONDS
 # if one has failed by itself, and if all so far were cut off from another.
 SETTLE_SECONDS, CAUSE_SECONDS = 1, 10
 SIGTERM_SECONDS = 100  # for the ranks to end when the job is stopped: SageMaker kills at 120
-STOP_SECONDS, EXIT_SECONDS = 60, 10  # at the end: for all to stop their processes, and to exit
+# At the end: for all to stop their processes; for them to exit, and for those that have not come.
+STOP_SECONDS, EXIT_SECONDS = 60, 10
 
 
 class Leader:
@@ -76,11 +77,12 @@ class Leader:
         # SageMaker waits for all hosts of a job that has not failed, and one that hangs now would
         # be billed until MaxRuntimeInSeconds. So first all stop their processes, then all leave.
         began = time.monotonic()
-        for exit, seconds in ((False, STOP_SECONDS), (True, EXIT_SECONDS)):
+        for exit in (False, True):
             self.tell(exit=exit)
-            deadline = time.monotonic() + seconds
+            begun = time.monotonic()
             while late := {*self.members} if exit else self.unfinished():
-                if time.monotonic() > deadline:
+                seconds = EXIT_SECONDS if exit or late <= self.absent() else STOP_SECONDS
+                if time.monotonic() > begun + seconds:
                     where = self.cluster.where(*late)
                     self.decide(False, f"{where} did not end when the training had ended.")
                     break
