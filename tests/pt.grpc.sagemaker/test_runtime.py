@@ -532,7 +532,7 @@ def test_the_reason_is_no_error_that_ends_nothing(jobs: Jobs):
     "bug",
     [
         "leader.Leader.judge = lambda leader: 1 / 0",
-        "leader.receive = lambda reader, seconds: receive(reader, seconds) if seconds < 9 else 1 / 0",
+        "leader.receive = lambda reader, seconds: receive(reader, seconds) if seconds < 9 else 1/0",
     ],
 )  # in each of its tasks; in the second one after the hosts have said hello
 def test_an_error_in_the_leader_s_own_code_is_the_reason(jobs: Jobs, bug: str):

@@ -152,12 +152,13 @@ class Leader:
                 self.reports[host] = report
                 report = await receive(reader, self.plan.patience(host))
         except (OSError, asyncio.CancelledError) as error:  # the latter at the end, if it hangs
-            del self.members[host]
-            writer.close()
             if isinstance(error, TimeoutError) or not self.word["exit"]:
                 self.decide(False, f"The launcher on {self.cluster.where(host)} is gone: {error}.")
         except Exception as error:
             self.fail(error)
+        finally:
+            del self.members[host]
+            writer.close()
 
     def refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
         """Tell a stranger why, and the log, once for each address and reason."""
