@@ -14,6 +14,7 @@ worker.py   its processes that have Datasets
 
 from typing import Any
 
+__version__ = "2026-11-25"  # CHANGES.md says what to change beside a new copy
 __all__ = ["RemoteDataset", "as_is"]
 
 
