@@ -353,7 +353,7 @@ ENDINGS = {
     "all data servers crash again and again": Ending(
         "Failed",
         rf"On {DATA}, feed.server was killed by signal 9, 4 times\. "
-        r"No host of data_group is left\.",
+        r"No data host is left\.",
         15, lambda job: job.kill_data_servers([0, 1], times=4),
     ),
     "launcher killed on a data host": Ending(

@@ -470,7 +470,7 @@ def test_a_data_server_that_dies_now_and_then_is_not_restarted_for_ever(jobs: Jo
     assert known in member
     changed = {"hetero/member.py": member.replace(known, known.replace("60, 50", "0, 2"))}
     said = reason(jobs, SLEEP, serve="", files=changed)
-    assert "feed.server exited with status 0, 3 times. No host of data_group is left." in said
+    assert "feed.server exited with status 0, 3 times. No data host is left." in said
 
 
 CRASH = """

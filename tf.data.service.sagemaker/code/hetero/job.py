@@ -41,7 +41,7 @@ def run(
     train: the ranks' command. They start when all hosts are there; when all have ended, the job
         ends.
     serve: the command of the data servers, which run until then. One that ends is started again, a
-        few times, and then left alone; the job fails if it was the last of its group.
+        few times, and then left alone; the job fails if it was the last one.
     train_group: the group that trains. If there is one group only, that one does.
     data_groups: those whose hosts serve data. The job may lack them.
     ranks: on each training host; by default one for each GPU.

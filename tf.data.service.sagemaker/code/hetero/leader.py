@@ -30,7 +30,7 @@ class Leader:
         self.reports: dict[str, dict] = {}  # the last one of each that has come: see Member
         self.word = {"start": False, "stop": False, "end": None, "exit": False}  # for all hosts
         self.told_at = 0.0
-        self.began: dict[str, float] = {"join": time.monotonic()}  # what is waited for, and since
+        self.first_seen: dict[str, float] = {"begin": time.monotonic()}  # by event
         self.refused: set[tuple[str, str]] = set()  # addresses and reasons that the log has
 
     def absent(self) -> set[str]:
@@ -53,10 +53,13 @@ class Leader:
         if not self.word["end"] or (self.word["end"][0] and not completed):
             self.tell(end=[completed, reason[:1000]])
 
-    def is_over(self, what: str, seconds: float) -> bool:
-        """Whether it is so many seconds ago that `what` began; it begins when first asked for."""
-        began = self.began.setdefault(what, time.monotonic())
-        return time.monotonic() > began + seconds
+    def note(self, event: str) -> None:
+        """Remember when an event was first seen."""
+        self.first_seen.setdefault(event, time.monotonic())
+
+    def seconds_since(self, event: str) -> float:
+        """How long ago it was first seen."""
+        return time.monotonic() - self.first_seen[event]
 
     def fail(self, error: Exception) -> None:
         """End the job for an error in the leader's own code."""
@@ -99,20 +102,26 @@ class Leader:
         if start > self.word["start"] or stop > self.word["stop"]:
             self.tell(start=start, stop=stop)  # some may not have got their SIGTERM yet
         failures = [report["failure"] for report in reports if report["failure"]]
-        failures += self.lost_groups()
+        lost = [self.reports.get(host, {}).get("server") for host in self.plan.data_hosts]
+        if lost and all(lost):
+            when, sentence = max(lost)
+            failures.append([False, when, f"{sentence} No data host is left."])
         where = {rank: report["host"] for report in reports for rank in report["running"]}
         running = [f"rank {rank} on {self.cluster.where(where[rank])}" for rank in sorted(where)]
         # The first that has failed by itself, or else the first that was cut off from another.
         was_cut_off, _, reason = min(failures, default=[True, 0, ""])
         if stop:  # ranks may be writing their checkpoints
-            is_time = absent or self.is_over("stop", SIGTERM_SECONDS)
+            self.note("stop")
+            is_time = absent or self.seconds_since("stop") > SIGTERM_SECONDS
             reason = f"The job was stopped (SIGTERM). {reason}".strip()
         elif failures:
+            event = "cut off" if was_cut_off else "failure"
+            self.note(event)
             patience = CAUSE_SECONDS if was_cut_off else SETTLE_SECONDS
-            is_time = self.is_over(f"failure {was_cut_off}", patience)
+            is_time = self.seconds_since(event) > patience
         else:
-            is_time = absent and self.is_over("join", self.plan.join_seconds)
             seconds = self.plan.join_seconds
+            is_time = absent and self.seconds_since("begin") > seconds
             reason = f"{self.cluster.where(*absent)} did not come up within {seconds} s."
         if absent and stop:
             reason += f" Not there yet: {self.cluster.where(*absent)}."
@@ -120,16 +129,6 @@ class Leader:
             reason += f" Still running: {', '.join(running)}."
         if is_time or not (absent or running):
             self.decide(start and not failures and not running, reason)
-
-    def lost_groups(self) -> list[list]:
-        """Failures of data groups that have no server left: was it cut off, when, a sentence."""
-        failures = []
-        for group, hosts in self.cluster.groups.items():
-            lost = [self.reports.get(host, {}).get("server") for host in hosts]
-            if group != self.cluster.group and all(lost):  # the leader's own group trains
-                when, sentence = max(lost)
-                failures.append([False, when, f"{sentence} No host of {group} is left."])
-        return failures
 
     async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Hear a host as long as it is there; refuse a stranger."""
