@@ -14,6 +14,9 @@ import hetero
 
 words = [*sys.argv[1:], *hetero.hyperparameters()]
 args = arguments.parser(fail=hetero.fail).parse_args(words)
+dnn_hosts = hetero.read_cluster().groups.get("dnn_group", [])
+if args.distribution == "horovod-mpi" and len(dnn_hosts) > 1:
+    hetero.fail("'horovod-mpi' is for a single dnn host: use 'horovod', which needs no ssh.")
 channels = ["--channels", str(hetero.BASE_DIR / "input" / "data")]
 checkpoints = ["--checkpoint-dir", str(hetero.BASE_DIR / "checkpoints")]
 way = {

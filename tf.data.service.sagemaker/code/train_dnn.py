@@ -53,8 +53,6 @@ def parse_arguments() -> argparse.Namespace:
     args.data_mode = args.data_mode or ("service" if args.dispatcher else "local")
     if args.data_mode == "service" and not args.dispatcher:
         parser.error("--data-mode service needs data hosts, or --dispatcher, where that listens")
-    if args.distribution == "horovod-mpi" and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
-        parser.error("'horovod-mpi' is for a single dnn host: use 'horovod', which needs no ssh")
     return args
 
 
