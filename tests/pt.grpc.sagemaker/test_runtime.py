@@ -159,7 +159,7 @@ OTHERS = {"gpu": ("ml.m5.xlarge", 1), "x": ("ml.m5.large", 1)}
         ("--spare-cores some train.py", None,
          "argument --spare-cores: must be a number from 0 on or auto, not 'some'."),
         ("--needed all train.py", None, "argument --needed: invalid choice: 'all'"),
-        ("--rank 2 train.py", None, "'--rank' is not a script that can be run"),
+        ("--rank 2 train.py", None, "'--rank' is not an option: python -m hetero [options] SCRIPT"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run_is_refused(jobs: Jobs, command: str, groups, words: str):

@@ -68,6 +68,8 @@ def command(script: list[str]) -> list[str]:
     if not script:
         fail(f"No script is given: {USAGE}.")
     name, *arguments = script
+    if name.startswith("--"):
+        fail(f"{name!r} is not an option: {USAGE}.")
     if name != "-m" and not name.endswith(".py"):
         fail(f"{name!r} is not a script that can be run: {USAGE}.")
     if name == "-m" and not arguments:
