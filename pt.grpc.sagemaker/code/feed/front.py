@@ -109,7 +109,7 @@ class Front:
                     print(f"feed: a worker process: {failures[-1]}", flush=True)
                 if not copy.is_held():
                     self.drop(digest, copy, has_died=True)
-                elif len(failures) == ATTEMPTS and not worker and self.is_one_less():
+                elif len(failures) == ATTEMPTS and not worker and self.gives_up_one():
                     return self.tasks.put(task)
                 elif len(failures) == ATTEMPTS:
                     text = f"worker processes: {', '.join(failures)}: is there memory for them?"
@@ -118,8 +118,8 @@ class Front:
             if copy.is_dropped:
                 answer.put((messages.Reply(state=UNKNOWN), deque()))
 
-    def is_one_less(self) -> bool:
-        """Whether the others can go on without one worker process that cannot start."""
+    def gives_up_one(self) -> bool:
+        """Go on with one worker process less, as it cannot start; False if it is the last one."""
         with self.lock:
             if self.workers == 1:
                 return False
