@@ -35,7 +35,7 @@ from hetero.topology import WORKER_PORT, Cluster, rank_environment  # noqa: E402
 def step_times(way: str, model: str, ranks: int, cores: list[int]) -> list[float]:
     """Train with so many ranks; return the steps' times in milliseconds, each of some steps."""
     batch_size, steps = MODELS[model]
-    port = free_port() - WORKER_PORT
+    port = free_port() - WORKER_PORT - 1  # of the first rank
     cluster = Cluster("host", "dnn", "", "lo", {"dnn": ["host"]}, {"host": "127.0.0.1"}, port)
     with tempfile.TemporaryDirectory() as folder:
         command = [*WAYS[way], str(CODE / "train_dnn.py"), "--distribution", way]

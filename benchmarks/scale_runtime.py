@@ -24,16 +24,17 @@ from pathlib import Path
 import psutil
 from common import CODE
 
-from hetero.host import Host
+from hetero.member import Member
+from hetero.plan import Plan
 from hetero.topology import Cluster
 
 HOLD_SECONDS, TRAINING_SECONDS, WATCHED_SECONDS = 4.0, 8.0, 4.0
 LIMIT_SECONDS = 120
 RANK = ["sh", "-c", f"date +started=%s.%N; exec sleep {TRAINING_SECONDS:g}"]
-COMMANDS = {"dnn": RANK, "data": ["sleep", "1000"]}
+SERVE = ["sleep", "1000"]
 LAUNCHER = f"""import hetero, time
 print(f"coming={{time.time()}}", flush=True)
-hetero.run(hetero.read_cluster(), "dnn", {COMMANDS})"""
+hetero.run({RANK}, {SERVE}, train_group="dnn", data_groups=["data"], ranks=1, spare_cores=0)"""
 
 
 @dataclass
@@ -127,14 +128,17 @@ def read(path: str) -> str:
     return Path(path).read_text()
 
 
-class Light(Host):
-    """A host of a job, whose ranks are no processes."""
+class Light(Member):
+    """A host of a job, whose ranks and data server are no processes."""
 
-    async def train(self, command: list[str], local_rank: int) -> None:
+    async def train(self, rank: int) -> None:
         print(f"started={time.time()}", flush=True)
         await asyncio.sleep(TRAINING_SECONDS)
         self.report["running"].clear()
         self.say()
+
+    async def serve(self) -> None:
+        await asyncio.sleep(LIMIT_SECONDS)
 
 
 async def be_all_but_the_leader(hosts: int, port: int) -> None:
@@ -145,7 +149,9 @@ async def be_all_but_the_leader(hosts: int, port: int) -> None:
         await asyncio.sleep(HOLD_SECONDS if cluster is others[-1] else 0)
         print(f"coming={time.time()}", flush=True)
         ranks = int(cluster.group == "dnn")
-        await Light(cluster, leader.host, ranks, False).take_part([], None)
+        await Light(
+            Plan(cluster, leader.host, [], ranks, [], [], [], False, 600, 60, 300)
+        ).take_part()
 
     await asyncio.gather(*map(take_part, others))
 

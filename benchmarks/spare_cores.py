@@ -16,7 +16,7 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from common import CODE, at_least_two_cores, data_host, use, write_results
+from common import at_least_two_cores, data_host, use, write_results
 from torch.utils.data import DataLoader, Dataset
 
 from feed import RemoteDataset
@@ -79,7 +79,8 @@ def main() -> None:
     found: dict[str, list[float]] = {"more": [], "longer": []}
     with data_host(1, "taskset", "--cpu-list", str(last), sys.executable) as (far, _):
         for core, step, kind in ((first, accelerator, "more"), (last, cpu, "longer")):
-            idle = sys.executable, str(CODE / "feed" / "spare.py"), str(core)
+            # As hetero/ runs it: see spare.py there.
+            idle = "taskset", "--cpu-list", str(core), "chrt", "--idle", "0", sys.executable
             with data_host(1, *idle, address=OWN):
                 for _ in range(TIMES):
                     alone, both = (train(hosts, step) for hosts in ([far], [OWN, far]))

@@ -22,7 +22,7 @@ from shared.logs import GrowingLog, hosts_of, logged, step_table, steps
 POINTS = 10  # of lab 1: percent points that an answer may be off
 PERCENT = 10  # of lab 2: percent that a prediction may be off
 HEAVIER = 4  # of lab 2: twice `augment` is four times the pixels, and the work
-VICTIMS = ("feed.server", "launcher.py")
+VICTIMS = ("data server", "launcher")
 ENDS = ("Completed", "Failed")
 WAITING = "Waiting for your answer: put it in place of None, and run this cell again."
 
@@ -130,13 +130,13 @@ def problem_with(victim: Any, expected: Any, cores: dict[str, int] | None) -> st
     return ""
 
 
-def kill(job_name: str, script: str, group: str = "data_group", seconds: float = 300) -> datetime:
+def kill(job_name: str, victim: str, group: str = "data_group", seconds: float = 300) -> datetime:
     """Kill a process of a local job as a crash would, as soon as the training is under way.
 
     Args:
         job_name: The training job.
-        script: Script or module that it runs; it is killed on the first host of the group.
-        group: The instance group.
+        victim: "launcher", the first process of a host, or "data server".
+        group: The instance group; it is killed on the first host of that.
         seconds: How long to wait for the first step line in the log.
 
     Returns:
@@ -155,10 +155,10 @@ def kill(job_name: str, script: str, group: str = "data_group", seconds: float =
     else:
         raise ValueError(f"{job_name!r} is {status} already: there is nothing left to kill.")
     host = next((name for of_group, name in hosts_of(lines) if of_group == group), "")
-    if not (found := _processes(job_name, host, script)):
-        raise ValueError(f"No process of {job_name!r} runs {script} in {group} on this machine.")
+    if not (found := _processes(job_name, host, victim)):
+        raise ValueError(f"{job_name!r} has no {victim} in {group} on this machine.")
     found[0].kill()
-    print(f"Killed {script} on {host} ({group}).")
+    print(f"Killed the {victim} on {host} ({group}).")
     return datetime.now(timezone.utc)
 
 
@@ -200,20 +200,20 @@ def _not_yet(hint: str) -> Verdict:
     return Verdict(False, f"Not yet. {hint}")
 
 
-def _processes(job_name: str, host: str, script: str) -> list[psutil.Process]:
-    """Find what runs a script or module on a host: each host's /opt/ml has its name.
+def _processes(job_name: str, host: str, victim: str) -> list[psutil.Process]:
+    """Find a host's processes, by their environment, in which /opt/ml has its name.
 
-    The oldest is the first, the one that has forked the others.
+    The oldest is the first: of all of them the launcher, of the data server's (hetero/ tells each
+    where to serve) the one that has forked the others.
     """
     found = []
     for process in psutil.process_iter():
         try:
-            environment, command = process.environ(), process.cmdline()
-            started = process.create_time()
+            environment, started = process.environ(), process.create_time()
         except psutil.Error:  # ended meanwhile, or another user's
             continue
         opt_ml = Path(environment.get("SAGEMAKER_BASE_DIR", ""))
         is_there = environment.get("TRAINING_JOB_NAME") == job_name and host in opt_ml.parts
-        if is_there and script in command:
+        if is_there and (victim == "launcher" or "HETERO_SERVE_AT" in environment):
             found.append((started, process.pid, process))
     return [process for *_, process in sorted(found, key=lambda entry: entry[:2])]

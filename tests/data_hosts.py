@@ -20,6 +20,7 @@ from unittest import mock
 import numpy as np
 import psutil
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
@@ -134,6 +135,13 @@ class Made(Dataset):
     def __getitem__(self, index: int) -> tuple:
         is_own = self.process == os.getpid()
         return index + int(os.environ.get("SHIFT", 0)), is_own, torch.rand(1)
+
+
+class ByRank(Numbers):
+    """Each sample is the rank that it is for, and the world size."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return dist.get_rank(), dist.get_world_size()
 
 
 class Huge(Dataset):

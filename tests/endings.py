@@ -47,12 +47,13 @@ HOST = r"algo-\d \({}_group\)"
 STEP = "            optimizer.zero_grad()\n"
 LEISURELY = (STEP, f"            time.sleep(0.3)\n{STEP}")
 # What an ending sees of the scripts: what they print, and how training reacts to SIGTERM.
-STAND_INS = {
-    "feed/server.py": """
+SERVE = """
 import time
 print("serving at", flush=True)
 time.sleep(1000)
-""",
+"""
+STAND_INS = {
+    "feed/server.py": SERVE,
     "train_dnn.py": """
 import os, signal, sys, time
 from pathlib import Path
@@ -92,25 +93,32 @@ class Running:
     jobs: Jobs
     name: str
 
-    def processes(self, *words: str, host: str = "", **variables: str) -> list[psutil.Process]:
-        """The job's processes with these words in their command, of a host or of all."""
+    def processes(self, host: str = "", has: str = "", **variables: str) -> list[psutil.Process]:
+        """The job's processes, of a host or of all, by what is in their environment.
+
+        hetero/ gives ranks a RANK, and data servers HETERO_SERVE_AT.
+        """
         variables["TRAINING_JOB_NAME"] = self.name
         found = []
         for process in psutil.process_iter():
             try:
-                environment = process.environ() if set(words) <= set(process.cmdline()) else {}
+                environment = process.environ()
             except psutil.Error:
                 continue
             is_here = f"/{host}" in environment.get("SAGEMAKER_BASE_DIR", "")
-            if is_here and variables.items() <= environment.items():
+            if (
+                is_here
+                and variables.items() <= environment.items()
+                and (not has or has in environment)
+            ):
                 found.append(process)
         return found
 
-    def process(self, *words: str, **where: str) -> psutil.Process:
-        """The one process that fits, as soon as it is there; what it has forked fits, too."""
+    def process(self, **where: str) -> psutil.Process:
+        """The one process that fits, as soon as it is there; what it has started fits, too."""
         deadline = time.monotonic() + 60
-        while len(found := not_forked(self.processes(*words, **where))) != 1:
-            assert time.monotonic() < deadline, (words, where, found)
+        while len(found := first_of(self.processes(**where))) != 1:
+            assert time.monotonic() < deadline, (where, found)
             time.sleep(0.2)
         return found[0]
 
@@ -139,26 +147,42 @@ class Running:
 
     def rank(self, number: int) -> psutil.Process:
         """A rank's process; with two a host, 2 and 3 are on the second dnn host."""
-        return self.process("train_dnn.py", RANK=str(number))
+        return self.process(RANK=str(number))
+
+    def server(self, host: str) -> psutil.Process:
+        """A host's data server."""
+        return self.process(host=host, has="HETERO_SERVE_AT")
+
+    def launchers(self) -> list[psutil.Process]:
+        """The first process of each host, its PID 1, if it has become the launcher."""
+        return [p for p in first_of(self.processes()) if "python" in p.name()]
 
     def launcher(self, group: str, number: int) -> psutil.Process:
         """A host's PID 1."""
-        return self.process("launcher.py", host=self.host(group, number))
+        return self.process(host=self.host(group, number))
 
-    def freeze(self, group: str, number: int) -> None:
+    def freeze(self, group: str, number: int) -> list[psutil.Process]:
         """Stop all processes of a host, its launcher first: it keeps its connections, silent."""
-        self.launcher(group, number).suspend()
-        for process in self.processes(host=self.host(group, number)):
+        launcher = self.launcher(group, number)
+        frozen = [launcher, *launcher.children(recursive=True)]
+        for process in frozen:
             with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's, whose epoch is over
                 process.suspend()
+        return frozen
 
-    def kill_data_servers(
-        self, numbers: list[int], times: int, program: str = "feed.server"
-    ) -> None:
+    def freeze_for(self, group: str, number: int, seconds: float) -> None:
+        """Stop all processes of a host for so long."""
+        frozen = self.freeze(group, number)
+        time.sleep(seconds)
+        for process in frozen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    def kill_data_servers(self, numbers: list[int], times: int) -> None:
         """Kill the data servers of some data hosts, again each time they are back."""
         for _ in range(times):
             for number in numbers:
-                server = self.process(program, host=self.host("data_group", number))
+                server = self.server(self.host("data_group", number))
                 family = [server, *server.children(recursive=True)]
                 server.kill()
                 _, alive = psutil.wait_procs(family, 10)
@@ -179,8 +203,8 @@ class Running:
         return self.jobs.log(self.name)
 
 
-def not_forked(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that none of the others has forked."""
+def first_of(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that none of the others has started."""
     parents = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
@@ -221,6 +245,25 @@ def start(
         **settings,
     )
     return Running(jobs, name)
+
+
+def start_programs(
+    jobs: Jobs,
+    train: str,
+    options: str = "",
+    serve: str = SERVE,
+    files: dict | None = None,
+    **settings,
+) -> Running:
+    """Start a job of the runtime alone, and of programs in place of the scripts.
+
+    options: of `python -m hetero`; files: more files, or others, such as a launcher.py, which is
+    then started instead.
+    """
+    code = {**texts_in(CODE, "hetero"), "train.py": train, "feed/server.py": serve, **(files or {})}
+    command = "launcher.py" if "launcher.py" in code else f"-m hetero {options} train.py"
+    settings = {"groups": GROUPS, "environment": {"HETERO_TOKEN": "a secret"}, **settings}
+    return Running(jobs, jobs.create(code, f"exec python {command}", **settings))
 
 
 def after_steps(job: Running) -> None:
@@ -267,7 +310,8 @@ ENOUGH = (
 )
 TWO_EACH = {"hyperparameters": {"processes-per-host": 2}}
 TIMEOUT_SOONER = ("timedelta(minutes=15)", "timedelta(seconds=30)")
-JOIN_SOONER = ("JOIN_SECONDS = 600", "JOIN_SECONDS = 20")
+JOIN_SOONER = ("hetero.run(\n", "hetero.run(\n    join_seconds=20,\n")
+SILENT_SOONER = ("hetero.run(\n", "hetero.run(\n    data_seconds=20,\n")
 RUNTIME = 60  # seconds; a slow machine needs half of it until training is under way
 AWS_KILLS = 120  # seconds after SIGTERM
 
@@ -309,7 +353,7 @@ ENDINGS = {
     "all data servers crash again and again": Ending(
         "Failed",
         rf"On {DATA}, feed.server was killed by signal 9, 4 times\. "
-        r"No host of data_group is left\.",
+        r"No data host is left\.",
         15, lambda job: job.kill_data_servers([0, 1], times=4),
     ),
     "launcher killed on a data host": Ending(
@@ -325,12 +369,34 @@ ENDINGS = {
         lambda job: job.launcher("dnn_group", 0).kill(),
     ),
     "the leader's host falls silent": Ending(
-        "Failed", rf"{ANY} lost the leader, {DNN}: silent for 20 s\.",
-        30 + AWS_KILLS, lambda job: job.freeze("dnn_group", 0), slow=True,
+        "Failed", rf"{ANY} lost the leader, {DNN}: silent for 60 s\.",
+        75 + AWS_KILLS, lambda job: job.freeze("dnn_group", 0), slow=True,
+        settings={"max_runtime_seconds": 600},
     ),
-    "a data host falls silent": Ending(
+    "a training host falls silent": Ending(
+        "Failed", rf"The launcher on {DNN} is gone: silent for 60 s\.",
+        75 + AWS_KILLS, lambda job: job.freeze("dnn_group", 1), slow=True,
+        settings={"max_runtime_seconds": 600},
+    ),
+    "a data host falls silent for a while": Ending(
+        "Completed", "", 15, lambda job: (
+            job.freeze_for("data_group", 0, seconds=70),  # longer than a training host may
+            job.finish_training(after="serving at", times=2),
+        ),
+        settings={"max_runtime_seconds": 600, "changes": {"train_dnn.py": ENOUGH}},
+    ),
+    "a data host falls silent for good": Ending(
         "Failed", rf"The launcher on {DATA} is gone: silent for 20 s\.",
-        30 + AWS_KILLS, lambda job: job.freeze("data_group", 0), slow=True,
+        35 + AWS_KILLS, lambda job: job.freeze("data_group", 0), slow=True,
+        settings={"changes": {"launcher.py": SILENT_SOONER}, "max_runtime_seconds": 600},
+    ),
+    "a host hangs when the training ends": Ending(
+        "Failed", rf"{DATA} did not end when the training had ended\.", 100 + AWS_KILLS,
+        lambda job: (
+            job.freeze("data_group", 0),
+            job.finish_training(after="step=8 "),
+        ),
+        settings={"max_runtime_seconds": 600, "changes": {"train_dnn.py": ENOUGH}}, slow=True,
     ),
     "StopTrainingJob": Ending(
         "Stopped", "", 15, Running.stop, logged="stopped by SIGTERM after step",
@@ -347,7 +413,7 @@ ENDINGS = {
     "a host never comes": Ending(
         "Failed", rf"{DATA} did not come up within 20 s\.", 50 + AWS_KILLS,
         lambda job: None, when=lambda job: None, slow=True,
-        settings={"late": 3600, "changes": {"hetero/messages.py": JOIN_SOONER}},
+        settings={"late": 3600, "changes": {"launcher.py": JOIN_SOONER}},
     ),
 }  # fmt: skip
 

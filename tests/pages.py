@@ -20,21 +20,30 @@ EXAMPLE, TENSORFLOW = ROOT / "pt.grpc.sagemaker", ROOT / "tf.data.service.sagema
 
 [LOCAL] = blocks_of(ROOT / "docs", "python", page="files.md")
 [MEASURED] = blocks_of(ROOT, "python")
-LAUNCHER, TORCHRUN, V3, V2 = blocks_of(EXAMPLE, "python", "Your own training script")
+V3, ENTRY, V2, TORCHRUN = blocks_of(EXAMPLE, "python", "Your own training script")
+# By what the first line of each says that it is for.
+CHECKPOINTS = {
+    re.match("# checkpoint: (.*)\n", block)[1]: block
+    for block in blocks_of(ROOT / "docs", "python", page="checkpoints.md")
+}
 [DIFF] = blocks_of(ROOT, "diff")
 BEFORE, AFTER = ((EXAMPLE / name).read_text() for name in ("before.py", "after.py"))
-*TF_FILES, TF_RANKS, TF_V2, TF_FOLDERS = blocks_of(TENSORFLOW, "python")
+*TF_FILES, TF_ENTRY, TF_V2, TF_FOLDERS = blocks_of(TENSORFLOW, "python")
+[TF_COMMAND] = re.findall(r'command="exec (.*)"', (TENSORFLOW / "README.md").read_text())
 SOLUTIONS = re.findall(
     r"<details>.*?```python\n(.*?)```.*?</details>", (ROOT / "workshop.md").read_text(), re.S
 )
-PYTHON = {LOCAL, MEASURED, LAUNCHER, TORCHRUN, V3, V2, *TF_FILES, TF_RANKS, TF_V2}
-PYTHON |= {*SOLUTIONS, TF_FOLDERS}
+PYTHON = {LOCAL, MEASURED, V3, ENTRY, V2, TORCHRUN, *CHECKPOINTS.values()}
+PYTHON |= {*TF_FILES, TF_ENTRY, TF_V2, TF_FOLDERS, *SOLUTIONS}
 
 # In place of feed/, and of the reader's own script:
 TOY_SCRIPTS = {
     "feed/server.py": "import time\nprint('serving', flush=True)\ntime.sleep(100)",
-    "train.py": "import sys\nprint('training with', *sys.argv[1:])",
+    "train.py": "import sys\nprint('training with', sys.argv[1:])",
 }
+# SDK v2 writes True, and its toolkit splits values at spaces. The script must get them as under v3.
+V2_GIVEN = V2.replace('{"epochs": 3}', '{"epochs": 3, "name": "a b", "amp": True}')
+V2_TOLD = "training with ['--amp', 'true', '--epochs', '3', '--name', 'a b']"  # it sorts them
 # A reader's pipeline, which says where it was run, and a training step that prints it. It is so
 # quick that all steps might be over before a second data host is up: until then it takes longer.
 # A worker holds two files at a time: none begins the next pass while much of this one is left.

@@ -23,7 +23,10 @@ from shared import local_sagemaker
 
 AT_ONCE = 4  # jobs that wait for the end of a host that hangs
 TIMEOUT = 60  # seconds that a rank waits for another one; starting takes half of it here
-TIMEOUT_SOONER = {"parallel.py": ("timedelta(minutes=15)", f"timedelta(seconds={TIMEOUT})")}
+SOONER = {
+    "parallel.py": ("timedelta(minutes=15)", f"timedelta(seconds={TIMEOUT})"),
+    "launcher.py": endings.SILENT_SOONER,
+}
 # Seconds: started and noticed, killed, and this machine is busy.
 LONGEST = TIMEOUT + 60 + endings.AWS_KILLS + 30
 ACTIONS = {
@@ -32,7 +35,7 @@ ACTIONS = {
     "hang": psutil.Process.suspend,
 }
 # Of what else hangs, such as a data worker, nobody takes notice before MaxRuntimeInSeconds.
-MAY_HANG = ("launcher.py", "train_dnn.py", "feed.server")
+MAY_HANG = ("launcher", "rank", "data server")
 
 
 @dataclass
@@ -50,44 +53,37 @@ def begin(jobs: Jobs, seed: int) -> Attempt:
     chance = random.Random(seed)
     job = endings.start(
         jobs,
-        TIMEOUT_SOONER,
+        SOONER,
         hyperparameters={"max-steps": 24, "processes-per-host": 2},
         max_runtime_seconds=900,
     )
     environment = job.environment()
     seconds = chance.uniform(0, 20)
     time.sleep(seconds)
-    launched, trains = bool(job.processes("launcher.py")), bool(job.processes("train_dnn.py"))
+    leading = {
+        "launcher": job.launchers(),
+        "rank": endings.first_of(job.processes(has="RANK")),
+        "data server": endings.first_of(job.processes(has="HETERO_SERVE_AT")),
+    }
+    launched, trains = bool(leading["launcher"]), bool(leading["rank"])
     what, host = chance.choice(["stop", *ACTIONS]), ""
-    victims = [(name, process) for process in job.processes() if (name := script(process))]
-    if what == "hang":
-        found = {name: [p for its, p in victims if its == name] for name in MAY_HANG}
-        victims = [(name, p) for name in MAY_HANG for p in endings.not_forked(found[name])]
+    victims = [(name, process) for name in MAY_HANG for process in leading[name]]
+    if what != "hang":  # any process: data workers, what the SDK starts before the launcher, ...
+        known = {process for _, process in victims}
+        victims += [("another", process) for process in job.processes() if process not in known]
     if not victims:
         what = "nothing"
     elif what == "stop":
         job.stop()
     else:
         name, victim = chance.choice(victims)
-        if trains and what == "kill" and name in ("launcher.py", "train_dnn.py"):
+        if trains and what == "kill" and name in ("launcher", "rank"):
             host = Path(victim.environ()["SAGEMAKER_BASE_DIR"]).parents[1].name
         ACTIONS[what](victim)
         what += f" {name}"
     what += f" after {seconds:.1f} s"
     print(f"{seed}: {what} ...", flush=True)
     return Attempt(endings.Begun.of(str(seed), job, environment), what, host, launched)
-
-
-def script(process: psutil.Process) -> str:
-    """The script or module that a process runs; of Python's own helper processes the module."""
-    try:
-        words = process.cmdline()
-        if "-m" in words:
-            return words[words.index("-m") + 1]
-        scripts = [Path(word).name for word in words if word.endswith((".py", ".sh"))]
-        return (scripts or words[-1:] or [""])[0]
-    except psutil.Error:
-        return ""
 
 
 def finish(attempt: Attempt) -> str:
@@ -101,7 +97,7 @@ def finish(attempt: Attempt) -> str:
     if status == "Failed" and attempt.launched:
         named = rf"AlgorithmError: .*{attempt.host or 'algo-[0-9]'} \(\w+\)"
         trained = any("training finished" in line for line in begun.job.log())
-        if trained and attempt.what.startswith("kill launcher.py"):
+        if trained and attempt.what.startswith("kill launcher"):
             named += "|AlgorithmError: , exit code: 137$"  # there may be nobody left to say more
         assert re.match(named, reason), f"{line}. {reason}"
     endings.assert_nothing_left(begun)

@@ -462,7 +462,10 @@ def main() -> None:
     signal.alarm(LIMIT_SECONDS)
     cluster = Cluster()
     if len(cluster.groups) > 1 and not os.environ.get("HETERO_TOKEN"):
-        fail("The job has no token: put HETERO_TOKEN, a random text, into the job's environment.")
+        fail(
+            "The job has no token: put HETERO_TOKEN, a random text such as secrets.token_hex(16), "
+            "into the job's environment."
+        )
     print(f"host={cluster.here} group={cluster.groups[cluster.here]}", flush=True)
 
     ports = Ports(cluster)

@@ -4,7 +4,6 @@ Standard library only, as the launcher imports it.
 """
 
 import argparse
-import os
 from collections.abc import Callable
 
 
@@ -25,11 +24,9 @@ def parser(fail: Callable[[str], None]) -> argparse.ArgumentParser:
     """Return a parser of the hyperparameters, which calls `fail` with a sentence on wrong ones."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.error = fail
-    add, gpus = parser.add_argument, int(os.environ.get("SM_NUM_GPUS", "0"))
+    add = parser.add_argument
     add("--data-mode", choices=["local", "service", "synthetic"], help="where samples come from")
-    add("--data-group", default="data_group", help="instance group that preprocesses")
-    add("--dnn-group", default="dnn_group", help="instance group that trains")
-    add("--processes-per-host", type=whole(1), default=gpus or 1, help="ranks on each dnn host")
+    add("--processes-per-host", type=whole(1), help="ranks on each dnn host; default: its GPUs")
     add("--parallelism", choices=["ddp", "fsdp"], default="ddp", help="how ranks share the model")
     add("--model", default="mnist", help="mnist: the official example's; small: for CPUs")
     add("--augment", type=whole(0), default=0, help="how finely it is computed; 0: none")
@@ -39,7 +36,7 @@ def parser(fail: Callable[[str], None]) -> argparse.ArgumentParser:
     add("--lr", type=float, default=0.001, help="learning rate of Adam")
     add("--seed", type=whole(0, 2**32 - 1), default=0)
     add("--workers", type=whole(0), default=0, help="of a rank's DataLoader; 0: chosen for it")
-    add("--spare-cores", type=whole(0), help="of a dnn host, for data; default: see feed/spare.py")
+    add("--spare-cores", type=whole(0), help="of a dnn host, for data; default: as in hetero.run")
     add("--log-every", type=whole(1), default=10, help="steps between two log lines")
     add("--checkpoint-every", type=whole(1), default=100, help="steps between two checkpoints")
     return parser

@@ -41,9 +41,10 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line; what doesn't fit together ends the program with a sentence."""
     parser = arguments.parser(fail=lambda message: sys.exit(f"train_dnn.py: error: {message}"))
     add = parser.add_argument
-    add("--train-dir", help="folder of the training files (local, service)")
-    add("--test-dir", help="folder of the test files; evaluates at the end if given")
-    add("--model-dir", type=Path, default=Path("model"), help="where model.pt is written")
+    env = os.environ.get
+    add("--train-dir", default=env("SM_CHANNEL_TRAINING"), help="training files (local, service)")
+    add("--test-dir", default=env("SM_CHANNEL_TEST"), help="test files, to evaluate at the end")
+    add("--model-dir", type=Path, default=env("SM_MODEL_DIR", "model"), help="model.pt goes here")
     add("--checkpoint-dir", type=Path, help="where checkpoint.pt is written, and looked for")
     args = parser.parse_args()
 

@@ -44,7 +44,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 @dataclass
-class Host:
+class RunningHost:
     """One running host: its PID 1, what it has printed so far, and how it ended."""
 
     name: str
@@ -90,7 +90,7 @@ class Events:
         self.file.write(json.dumps({"time": time.time(), **event}) + "\n")
 
 
-def start_host(plan: dict) -> Host:
+def start_host(plan: dict) -> RunningHost:
     """Start the host's entry point on its cores, with the job's environment and no other.
 
     Raises OSError when there is no such command.
@@ -113,10 +113,10 @@ def start_host(plan: dict) -> Host:
         # Safe although it runs between fork and exec: this process has one thread.
         preexec_fn=become_pid_1,
     )
-    return Host(plan["name"], plan["base_dir"], plan["cores"], plan["vcpus"], process)
+    return RunningHost(plan["name"], plan["base_dir"], plan["cores"], plan["vcpus"], process)
 
 
-def read_output(host: Host, events: Events) -> None:
+def read_output(host: RunningHost, events: Events) -> None:
     """Turn what the host has printed into one event a line, and notice when its output ends."""
     data = os.read(host.process.stdout.fileno(), 1 << 16)
     host.output_open = bool(data)
@@ -149,7 +149,7 @@ def kill_descendants() -> None:
         psutil.wait_procs(children, timeout=1)
 
 
-def send_sigterm(host: Host) -> None:
+def send_sigterm(host: RunningHost) -> None:
     """Send SIGTERM to PID 1, which never sees it unless it has a handler, as in a container."""
     status = Path("/proc", str(host.process.pid), "status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
@@ -157,7 +157,7 @@ def send_sigterm(host: Host) -> None:
         host.process.send_signal(signal.SIGTERM)
 
 
-def sample_cpu(host: Host, events: Events) -> None:
+def sample_cpu(host: RunningHost, events: Events) -> None:
     """Write the CPU use since the last sample, on CloudWatch's scale: 100 % for each vCPU."""
     seconds = 0.0
     try:

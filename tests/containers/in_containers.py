@@ -25,14 +25,16 @@ from endings import upload_images
 from images import write_records
 from jobs import TWO_GROUPS, Jobs, texts_in
 from pages import (
+    ENTRY,
     EXAMPLE,
-    LAUNCHER,
     TENSORFLOW,
+    TF_ENTRY,
     TF_FILES,
     TF_TRAINING,
     TF_V2,
     TOY_SCRIPTS,
-    V2,
+    V2_GIVEN,
+    V2_TOLD,
 )
 from sdk_v2 import request_of_sdk_v2
 from shared import local_sagemaker
@@ -209,7 +211,7 @@ threading.Thread(target=bother, daemon=True).start()
 @pytest.mark.parametrize(
     "name, distribution, port",
     [
-        pytest.param(TENSORFLOW_221, "tf.distribute", 10, marks=needs(TENSORFLOW_221)),
+        pytest.param(TENSORFLOW_221, "tf.distribute", 14, marks=needs(TENSORFLOW_221)),
         pytest.param(HOROVOD, "horovod", 1, marks=needs(HOROVOD)),  # its rendezvous
     ],
 )
@@ -336,7 +338,7 @@ def test_hello_world_with_an_old_toolkit(completed):
 @pytest.mark.parametrize(
     "name, lines, module",
     [
-        pytest.param(PYTORCH, V2, "sagemaker_pytorch_container", marks=needs(PYTORCH)),
+        pytest.param(PYTORCH, V2_GIVEN, "sagemaker_pytorch_container", marks=needs(PYTORCH)),
         pytest.param(
             TENSORFLOW_221, TF_V2, "sagemaker_tensorflow_container", marks=needs(TENSORFLOW_221)
         ),
@@ -383,15 +385,17 @@ def test_lines_for_sdk_v2(
     request["AlgorithmSpecification"]["ContainerEntrypoint"] = ["/bin/bash", "-c", command]
     boto3.client("sagemaker").create_training_job(**request)
     completed.check(name, jobs.wait(request["TrainingJobName"], seconds=200))
+    if name == PYTORCH:
+        assert jobs.log(request["TrainingJobName"]).count(V2_TOLD) == 1
 
 
 def project(name: str) -> dict[str, str]:
     """A reader's code/: what the example's README says, with two scripts of the reader's own."""
     if name == PYTORCH:
-        files = {"launcher.py": LAUNCHER, **TOY_SCRIPTS}
+        files = {"entry.py": ENTRY, **TOY_SCRIPTS}
         runtime = EXAMPLE
     else:
         files = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
-        files["my_training.py"] = TF_TRAINING
+        files |= {"entry.py": TF_ENTRY, "my_training.py": TF_TRAINING}
         runtime = TENSORFLOW
     return {**texts_in(runtime / "code", "hetero"), **files}

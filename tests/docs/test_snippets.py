@@ -46,6 +46,7 @@ OTHERS_WORDS = [
     "No matching distribution found for",
     "No module named 'moto'",
     "No space left on device",
+    "terminate called without an active exception",
     "'>' not supported between instances of 'NoneType' and 'int'",
 ]
 

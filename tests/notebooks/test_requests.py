@@ -41,7 +41,7 @@ LESS_DATA = {
 }
 # Instead of Studio: a caller that has assumed a SageMaker execution role, in moto's AWS.
 MOTO = """
-import json, os
+import json, os, re
 import boto3, moto
 from moto.iam.responses import IamResponse
 from moto.sagemaker.responses import SageMakerResponse
@@ -61,7 +61,16 @@ requests, create = [], SageMakerResponse.create_training_job
 
 
 def recorded(self):
-    requests.append(json.loads(self.body))
+    # With the command, which the SDK writes into a script on S3.
+    request = json.loads(self.body)
+    for channel in request.get("InputDataConfig", []):
+        if channel["ChannelName"] == "sm_drivers":
+            uri = channel["DataSource"]["S3DataSource"]["S3Uri"]
+            bucket, key = f"{uri}/sm_train.sh".removeprefix("s3://").split("/", 1)
+            script = boto3.client("s3").get_object(Bucket=bucket, Key=key)["Body"].read().decode()
+            own = script.partition("BASE_COMMAND_EOF'\\n")[2].partition("\\nSAGEMAKER_BASE")[0]
+            request["Command"] = own  # none with an entry_script
+    requests.append(request)
     return create(self)
 
 

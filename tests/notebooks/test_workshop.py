@@ -102,9 +102,9 @@ def test_solutions_are_right(lab: Lab):
     assert prediction.startswith("Right: by the formula it is ")
     for said in (server, launcher):
         assert "no batch was lost" in said, said
-    assert "Killed feed.server on algo-" in server
+    assert "Killed the data server on algo-" in server
     assert "Right: the job is Completed." in server
-    assert "Killed launcher.py on algo-" in launcher
+    assert "Killed the launcher on algo-" in launcher
     reason = r"AlgorithmError: The launcher on algo-\d \(data_group\) is gone: connection closed\."
     assert re.search(rf"Right: the job is Failed \({reason}", launcher), launcher
     seconds = re.search(r"the billing, ended (\d+) s after the kill", launcher)
@@ -147,7 +147,7 @@ END = "broken_job, killed_at, heterogeneous_job)"
         ("problem_with('feed.server', None, cores)", workshop.WAITING),
         ("problem_with('feed.server', 'Failed', None)", "On AWS nobody gets at"),
         ("problem_with('train.py', 'Failed', cores)", "not 'train.py'"),
-        ("problem_with('launcher.py', 'failed', cores)", "not 'failed'"),
+        ("problem_with('launcher', 'failed', cores)", "not 'failed'"),
         (f"check_ending('Completed', {END}", "No: the job is Failed"),
         ("check_ending('Completed', more_job, killed_at, heterogeneous_job)", "its loss is not"),
     ],
@@ -168,7 +168,7 @@ def test_answers_within_the_tolerance_are_right(lab: Lab):
 
 def test_nothing_is_killed_in_a_job_that_has_ended(lab: Lab):
     said = lab.run(
-        "try:\n    workshop.kill(heterogeneous_job, 'launcher.py')\n"
+        "try:\n    workshop.kill(heterogeneous_job, 'launcher')\n"
         "except ValueError as error:\n    print(error)"
     )
     assert "is Completed already: there is nothing left to kill." in said

@@ -17,6 +17,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import (
     BatchSampler,
     ChainDataset,
@@ -37,6 +39,7 @@ from data_hosts import (
     SLOW,
     THINGS,
     TOKEN,
+    ByRank,
     DataHost,
     Draws,
     Numbers,
@@ -53,6 +56,7 @@ from data_hosts import (
     wait_until,
 )
 from feed import RemoteDataset, as_is
+from feed.source import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 BATCH_SIZE = 7
@@ -309,6 +313,24 @@ def test_mistakes_are_answered(hosts, monkeypatch):
     ]:
         with pytest.raises(error, match=words):
             next(iter(attempt()))
+
+
+@pytest.mark.parametrize(("num_workers", "context"), [(0, None), (1, "fork"), (1, "spawn")])
+def test_a_rank_that_would_train_alone_is_refused(hosts, monkeypatch, num_workers, context):
+    """The environment says that there are others, and torch whether they train together."""
+    options = {"num_workers": num_workers, "multiprocessing_context": context}
+    loader = loader_of(hosts, ByRank(), [[0], [1]], **options)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(Source, "were_together", False)
+    with pytest.raises(RuntimeError, match="WORLD_SIZE is 2, but .* a process group of 1 here"):
+        next(iter(loader))
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        assert list(loader) == [[(1, 2)], [(1, 2)]]
+        validation = loader_of(hosts, Numbers(), [[0]], **options)
+    finally:
+        dist.destroy_process_group()
+    assert next(iter(validation))[0]["index"] == 0  # what rank 0 may do when all have trained
 
 
 # Ends

@@ -264,6 +264,15 @@ def test_sigterm_while_a_dataset_is_loaded_ends_it_too(start):
     del waiting
 
 
+def test_a_host_that_has_had_no_dataset_says_so_when_it_ends(start):
+    used, unused = up(start(), start())
+    list(loader_of([used], Numbers(), [[0]]))
+    for host, times in (used, 0), (unused, 1):
+        host.process.terminate()
+        host.process.wait(timeout=30)
+        assert host.said().count("no Dataset has come") == times
+
+
 def test_no_process_outlives_the_first_one(start):
     [host] = up(start())
     waiting = keep_busy(host)

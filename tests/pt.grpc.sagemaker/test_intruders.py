@@ -91,7 +91,7 @@ def test_talk_that_is_not_ours_on_every_port(job: Running, unharmed):
             connection.settimeout(1)
             with contextlib.suppress(OSError):  # cut off, or not listened to: both will do
                 connection.sendall(attack)
-        time.sleep(6)  # held open longer than the launcher waits
+        time.sleep(8)  # held open longer than the launcher waits
 
 
 def test_500_connections_at_once_on_every_port(job: Running, unharmed):

@@ -2,15 +2,14 @@
 
 import os
 import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
 import endings
 from data_hosts import Paced, loader_of, up, wait_until
-from feed import spare
-from feed.host import Host
+from feed.host import DataHost
+from hetero import spare
 from jobs import Jobs
 
 
@@ -33,28 +32,24 @@ def test_each_rank_keeps_a_physical_core(monkeypatch, tmp_path, ranks, most, exp
         (tmp_path / str(cpu)).write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
     monkeypatch.setattr(spare, "SIBLINGS", f"{tmp_path}/{{}}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 5, 6, 7})
-    assert spare.cores(ranks, most) == expected
+    assert spare.find_spare_cores(ranks, most) == expected
 
 
 def test_vcpus_whose_cores_are_not_told_are_taken_as_cores(monkeypatch, tmp_path):
     monkeypatch.setattr(spare, "SIBLINGS", f"{tmp_path}/{{}}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    assert spare.cores(1) == [1, 2]
+    assert spare.find_spare_cores(1) == [1, 2]
 
 
-FORBID = """
-import os, runpy, sys
-def refuse(*args): raise PermissionError(1, "Operation not permitted")
-os.sched_setscheduler = refuse
-runpy.run_path(sys.argv.pop(1), run_name="__main__")
-"""
+def test_where_the_policy_idle_is_forbidden_it_runs_at_the_lowest_priority(monkeypatch):
+    def refuse(*_) -> None:
+        raise PermissionError(1, "Operation not permitted")
 
-
-def test_where_the_policy_idle_is_forbidden_it_runs_at_the_lowest_priority():
-    arguments = [spare.__file__, str(min(os.sched_getaffinity(0))), "-c"]
-    program = "import os; print(os.nice(0), len(os.sched_getaffinity(0)))"
-    command = [sys.executable, "-c", FORBID, *arguments, program]
-    assert subprocess.check_output(command, text=True) == "19 1\n"
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with subprocess.Popen(["sleep", "100"]) as process:
+        spare.run_when_idle(process.pid)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+        process.kill()
 
 
 def test_own_server_and_data_host_share_the_samples_and_either_does_for_both(start):
@@ -87,7 +82,7 @@ def test_ranks_of_a_host_share_its_own_server_and_all_ranks_the_others(monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     for address, share in [("unix-abstract:own", 3), ("algo-1:7712", 1.5)]:
-        host = Host(address, "a token")
+        host = DataHost(address, "a token")
         host.workers = 6
         assert host.share() == share
 
@@ -104,7 +99,7 @@ def test_a_training_host_serves_its_own_ranks_and_survives_its_server_s_end(jobs
     )
     serving = f"serving at unix-abstract:{job.host('dnn_group', 0)}:"
     jobs.wait_for_log(job.name, serving)
-    server = job.process("feed.server", host=job.host("dnn_group", 0))
+    server = job.server(job.host("dnn_group", 0))
     wait_until(lambda: os.sched_getscheduler(server.pid) == os.SCHED_IDLE)
     server.kill()
     job.finish_training(after=serving, times=2)

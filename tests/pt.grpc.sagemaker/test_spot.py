@@ -60,9 +60,10 @@ def test_interrupted_job_ends_as_the_uninterrupted_one(jobs: Jobs):
     assert any(line.endswith(f"at step {stopped[1]}") for line in second.log())
     assert any(line.startswith("parallelism=fsdp ranks=2 ") for line in second.log())
 
-    # Without a checkpoint, and in groups of other names, which are hyperparameters.
+    # Without a checkpoint, and in groups of other names.
     del settings["checkpoint_config"]
-    settings["hyperparameters"].update({"data-group": "cpus", "dnn-group": "gpus"})
+    names = "hetero.run(\n", 'hetero.run(\n    train_group="gpus", data_groups=["cpus"],\n'
+    settings["changes"]["launcher.py"] = names
     settings["groups"] = {"cpus": data_hosts, "gpus": dnn_hosts}
     whole = endings.start(jobs, **settings)
     uninterrupted = jobs.wait(whole.name)

@@ -108,7 +108,8 @@ from ranks import TensorFlowRanks
 ranks = TensorFlowRanks()
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 os.chdir(arguments["--channels"])
-files, dispatcher = pipeline.find_files("training/*"), arguments["--dispatcher"]
+files = pipeline.find_files("training/*")
+dispatcher = os.environ["HETERO_DATA_HOSTS"].split(",")[0]
 batches = pipeline.build(files, 8, augment=0, passes=2, dispatcher=dispatcher)
 while not os.path.exists("GO"):
     time.sleep(0.1)
@@ -146,7 +147,7 @@ def test_ranks_together_get_every_record_once_in_each_pass(start, tmp_path: Path
 def test_a_killed_rank_fails_the_job_at_once(start):
     job = start(ONE_AND_ONE, hyperparameters={"processes-per-host": 2})
     after_steps(job)
-    job.process("train_dnn.py", RANK="1").kill()
+    job.rank(1).kill()
     answer, seconds = finish(job, time.time())
     assert answer["TrainingJobStatus"] == "Failed"
     assert "rank 1 of train_dnn.py was killed by signal 9." in answer["FailureReason"]
@@ -183,7 +184,7 @@ def test_a_damaged_record_is_the_failure_reason(start, tmp_path: Path):
 def kill_data_server(job: endings.Running, number: int) -> None:
     """Kill a data host's server; wait until it is back, and training has gone on for long."""
     workers = sum("worker at" in line for line in job.log())
-    job.kill_data_servers([number], times=1, program="train_data.py")
+    job.kill_data_servers([number], times=1)
     job.jobs.wait_for_log(job.name, "worker at", seconds=60, times=workers + 1)
     done = max(int(line.split("=")[1].split()[0]) for line in job.log() if line.startswith("step="))
     # Passes enough for the dispatcher to have given out all files again.
@@ -197,7 +198,7 @@ TELL_WEIGHTS = (
     "    stopped = stopping and done",
 )
 # With it there is a worker beside the ranks, as on hosts with more cores than ranks.
-ONE_SPARE_CORE = ("len(os.sched_getaffinity(0)) - ranks", "1")
+ONE_SPARE_CORE = ('    needed="first",', '    needed="first", spare_cores=1,')
 
 
 def test_a_job_survives_its_data_servers_and_goes_on_from_its_checkpoint(start):
@@ -253,7 +254,7 @@ def test_resnet50_trains_here_too(tmp_path: Path):
             {"distribution": "horovod"},
             "No module named 'horovod': take an image with Horovod",
         ),
-        (None, {"data-mode": "service"}, "data-mode 'service' needs a data group"),
+        (None, {"data-mode": "service"}, "--data-mode service needs data hosts"),
         (None, {"model": "large"}, "There is no model 'large': choose one of resnet50, small."),
         (None, {"batch-size": 0}, "argument --batch-size: must be 1 or more, not 0"),
         (None, {"warmup": 3}, "unrecognized arguments: --warmup 3"),

@@ -27,8 +27,6 @@ def parser(fail: Callable[[str], None]) -> argparse.ArgumentParser:
     parser.error = fail
     add, gpus = parser.add_argument, int(os.environ.get("SM_NUM_GPUS", "0"))
     add("--data-mode", choices=["local", "service", "synthetic"], help="where samples come from")
-    add("--data-group", default="data_group", help="instance group that preprocesses")
-    add("--dnn-group", default="dnn_group", help="instance group that trains")
     add("--processes-per-host", type=whole(1), default=gpus or 1, help="ranks on each dnn host")
     ways = ["tf.distribute", "horovod", "horovod-mpi"]
     add("--distribution", choices=ways, default=ways[0], help="how ranks keep in step: ranks/")

@@ -43,14 +43,16 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line; what doesn't fit together ends the program with a sentence."""
     parser = arguments.parser(fail=lambda message: sys.exit(f"train_dnn.py: error: {message}"))
     add = parser.add_argument
-    add("--dispatcher", default="", metavar="HOST:PORT", help="of tf.data.service (service)")
+    first = os.environ.get("HETERO_DATA_HOSTS", "").split(",")[0]
+    add("--dispatcher", default=first, metavar="HOST:PORT", help="of tf.data.service (service)")
     add("--channels", default=".", help="folder of the job's channels")
-    add("--model-dir", type=absolute, default="model", help="where the SavedModel 1/ goes")
+    model_dir = os.environ.get("SM_MODEL_DIR", "model")
+    add("--model-dir", type=absolute, default=model_dir, help="where the SavedModel 1/ goes")
     add("--checkpoint-dir", type=absolute, help="where checkpoints are written, and looked for")
     args = parser.parse_args()
     args.data_mode = args.data_mode or ("service" if args.dispatcher else "local")
     if args.data_mode == "service" and not args.dispatcher:
-        parser.error("--data-mode service needs --dispatcher, the address of the dispatcher")
+        parser.error("--data-mode service needs data hosts, or --dispatcher, where that listens")
     return args
 
 

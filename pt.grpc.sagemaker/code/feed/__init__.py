@@ -10,18 +10,18 @@ travel.py   how the Dataset travels to the data hosts
 wire.py     how samples travel back, with dataset_feed.proto
 server.py   a data host: python -m feed.server HOST:PORT; front.py: what it answers
 worker.py   its processes that have Datasets
-spare.py    the cores of a training host on which one more data server runs
 """
 
 from typing import Any
 
+__version__ = "2026-11-25"  # CHANGES.md says what to change beside a new copy
 __all__ = ["RemoteDataset", "as_is"]
 
 
 def __getattr__(name: str) -> Any:
     """Import remote.py, and with it torch, for its names alone.
 
-    A launcher needs spare.py only, and server.py has something to do before torch is imported.
+    server.py has something to do before torch is imported.
     """
     if name not in __all__:
         raise AttributeError(f"module 'feed' has no attribute {name!r}")

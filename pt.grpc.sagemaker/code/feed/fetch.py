@@ -19,7 +19,7 @@ from typing import Any
 
 import grpc
 
-from feed.host import Host, Lost
+from feed.host import DataHost, Lost
 from feed.samples import Chunk
 
 MOST_CALLS = 64  # at a time
@@ -37,7 +37,7 @@ class Task:
 
     digest: bytes
     chunk: Chunk | None = None
-    asked: list[Host] = field(default_factory=list)  # hosts that have not failed since
+    asked: list[DataHost] = field(default_factory=list)  # hosts that have not failed since
     calls: list[grpc.Call] = field(default_factory=list)
     due: float = 0.0  # when another host shall be asked
     is_over: bool = False
@@ -54,11 +54,15 @@ class Fetcher:
     def __init__(
         self, hosts: list[str], token: str, timeout: float, check: Callable[[str, Any], None]
     ):
-        self.hosts, self.timeout, self.check = [Host(name, token) for name in hosts], timeout, check
+        self.hosts, self.timeout, self.check = (
+            [DataHost(name, token) for name in hosts],
+            timeout,
+            check,
+        )
         self.pool, self.process = ThreadPoolExecutor(MOST_CALLS), os.getpid()
         self.running: set[Future] = set()
-        self.came: queue.SimpleQueue[tuple[Host, Task, Any]] = queue.SimpleQueue()
-        self.greeted_at: dict[Host, float] = {}  # when each may be asked to get the Dataset
+        self.came: queue.SimpleQueue[tuple[DataHost, Task, Any]] = queue.SimpleQueue()
+        self.greeted_at: dict[DataHost, float] = {}  # when each may be asked to get the Dataset
         self.since = 0.0  # silence counts from here: before, nobody was asked
         fetchers.add(self)
 
@@ -114,7 +118,7 @@ class Fetcher:
         ):
             self.take()
 
-    def ready(self) -> list[Host]:
+    def ready(self) -> list[DataHost]:
         """Return the hosts that have the Dataset, and have the others get it."""
         for host in self.hosts:
             if not host.workers and time.monotonic() > self.greeted_at[host]:
@@ -136,13 +140,13 @@ class Fetcher:
             host.asked += 1
             self.start(host, task)
 
-    def start(self, host: Host, task: Task) -> None:
+    def start(self, host: DataHost, task: Task) -> None:
         """Ask a host in a thread."""
         future = self.pool.submit(self.run, host, task)
         self.running.add(future)
         future.add_done_callback(self.running.discard)
 
-    def run(self, host: Host, task: Task) -> None:
+    def run(self, host: DataHost, task: Task) -> None:
         """In a thread: ask a host."""
         try:
             if not task.chunk:

@@ -30,7 +30,7 @@ class Lost(Exception):
     """A host has not answered; says why, if that is not as it should be."""
 
 
-class Host:
+class DataHost:
     """A data host.
 
     Methods that ask it raise Lost if it does not answer, PermissionError if it refuses the token,

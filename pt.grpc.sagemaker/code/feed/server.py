@@ -1,6 +1,6 @@
 """A data host: prepares samples of the Datasets that training scripts send.
 
-    HETERO_TOKEN=... python -m feed.server HOST:PORT [--workers N]
+    HETERO_TOKEN=... python -m feed.server [HOST:PORT] [--workers N]
 
 It knows nothing of their code, and serves until SIGTERM those who have the job's token. The main
 process forks others, and so has no threads: one that speaks gRPC (front.py), and those that have
@@ -79,30 +79,43 @@ def serve(its: socket.socket, main: socket.socket, address: str, token: str, wor
     server.wait_for_termination()
 
 
-def end(*_: Any) -> None:
-    """End the main process as it should: a second SIGTERM changes nothing."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit()
-
-
 def main() -> None:
     """Fork the front, and the processes that it asks for."""
     parser = argparse.ArgumentParser(description="Prepares samples of Datasets that come to it.")
-    parser.add_argument("address", metavar="HOST:PORT", help="to serve at")
+    add = parser.add_argument
+    at = os.environ.get("HETERO_SERVE_AT")  # set by hetero/
+    add(
+        "address",
+        metavar="HOST:PORT",
+        nargs="?",
+        default=at,
+        help="where to serve; HETERO_SERVE_AT",
+    )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=int, default=cores, help="processes; default: one a core")
+    add("--workers", type=int, default=cores, help="processes; default: one a core")
     args = parser.parse_args()
     token = os.environ.get("HETERO_TOKEN", "")
     if not token:
         parser.error("HETERO_TOKEN must be the job's token")
+    if not args.address:
+        parser.error("HOST:PORT is missing: where to serve")
     if args.workers < 1:
         parser.error("--workers must be 1 or more")
+    forked: list[int] = []  # a process for each Dataset
+
+    def end(*_: Any) -> None:
+        """End the main process as it should: a second SIGTERM changes nothing."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if not forked:
+            print("feed: no Dataset has come: is RemoteDataset around the script's?", flush=True)
+        sys.exit()
+
     signal.signal(signal.SIGTERM, end)
     ours, its = socket.socketpair()
     fork(serve, ours, its, args.address, token, args.workers)
     its.close()
     with contextlib.suppress(KeyboardInterrupt):
-        fork_for_each(ours, hold)
+        fork_for_each(ours, hold, forked)
         sys.exit("feed: the process that serves has ended")
 
 

@@ -29,6 +29,8 @@ def as_is(batch: Any) -> Any:
 class Source:
     """Where a RemoteDataset's samples come from."""
 
+    were_together = False  # whether all ranks are, or have been, in one process group
+
     def __init__(self, dataset: Any, is_made: bool, collate_fn: Callable | None, timeout: float):
         self.given, self.is_made, self.collate_fn = dataset, is_made, collate_fn
         self.hosts = [host for host in os.environ.get("HETERO_DATA_HOSTS", "").split(",") if host]
@@ -36,15 +38,20 @@ class Source:
         if self.hosts and not self.token:
             raise ValueError("RemoteDataset needs HETERO_TOKEN, the job's token, to ask data hosts")
         self.first_batch, self.process = 0, 0
+        self.ranks: tuple[int, int] | None = None  # those of the process that spawns this one
+        self.look_around()
 
     def __getstate__(self) -> dict:
         """Pickle it for a process that is spawned, in which the script is not `__main__`."""
         file = io.BytesIO()
         dump(file, not self.hosts, dataset=self.given, collate_fn=self.collate_fn)
         own = "is_made", "hosts", "token", "timeout", "first_batch"
-        return {name: getattr(self, name) for name in own} | {"pickled": file.getvalue()}
+        state = {name: getattr(self, name) for name in own}
+        state |= {"pickled": file.getvalue(), "ranks": self.look_around()}
+        return state | {"were_together": Source.were_together}
 
     def __setstate__(self, state: dict) -> None:
+        Source.were_together |= state.pop("were_together")
         self.given, self.collate_fn = pickle.loads(state.pop("pickled"))
         self.__dict__.update(state, process=0)
 
@@ -76,7 +83,17 @@ class Source:
         self.was_reached = True
         return self.given
 
+    def look_around(self) -> tuple[int, int] | None:
+        """Return torch.distributed's rank and world size; None if this rank is in no group."""
+        ranks = self.ranks
+        if dist.is_available() and dist.is_initialized():
+            ranks = dist.get_rank(), dist.get_world_size()
+        if ranks and ranks[1] >= world_size():
+            Source.were_together = True
+        return ranks
+
     def length(self) -> int:
+        self.look_around()  # samplers ask in each epoch, before workers start
         self.begin_process()
         if self.is_made:
             return len(self.given)
@@ -104,9 +121,15 @@ class Source:
                 "RemoteDataset(collate_fn=...) needs DataLoader(dataset, batch_size=..., "
                 "collate_fn=as_is)"
             )
-        ranks = None
-        if dist.is_available() and dist.is_initialized():
-            ranks = dist.get_rank(), dist.get_world_size()
+        ranks = self.look_around()
+        if asked and world_size() > 1 and not Source.were_together:
+            raise RuntimeError(
+                f"WORLD_SIZE is {world_size()}, but torch.distributed has a process group of "
+                f"{ranks[1] if ranks else 1} here, so each rank would train alone, on all samples. "
+                "Before the first batch call init_process_group(), or what your framework has for "
+                "it: README's table of scripts names it. If this is what you want, or something "
+                "else keeps the ranks in step, remove WORLD_SIZE from os.environ"
+            )
         known = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
         chunk = Chunk(seed, number, self.place, indices, ranks, known, self.init_fn(asked))
         self.place += len(indices)
@@ -207,6 +230,11 @@ class Source:
         if text and text not in self.noticed and (not info or info.id == 0):
             self.noticed.add(text)
             print(f"feed: {text}", flush=True)
+
+
+def world_size() -> int:
+    """Return how many ranks the environment says that there are."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def end_with(parent: Any) -> None:

@@ -64,8 +64,11 @@ def fork(work: Callable, *arguments: Any) -> int:
     os._exit(1)
 
 
-def fork_for_each(requests: socket.socket, work: Callable) -> None:
-    """Fork a process for each socket that comes through `requests`, until its other end closes."""
+def fork_for_each(requests: socket.socket, work: Callable, forked: list[int]) -> None:
+    """Fork a process for each socket that comes through `requests`, until its other end closes.
+
+    forked: gets their ids.
+    """
     while True:
         message, fds, _, _ = socket.recv_fds(requests, 1, 1)
         with contextlib.suppress(ChildProcessError):  # there is none
@@ -74,7 +77,7 @@ def fork_for_each(requests: socket.socket, work: Callable) -> None:
         if not message:
             return
         with socket.socket(fileno=fds[0]) as its, contextlib.suppress(OSError):  # no more memory
-            fork(work, requests, its)
+            forked.append(fork(work, requests, its))
 
 
 def new_process(requests: socket.socket) -> socket.socket:
@@ -106,7 +109,7 @@ def hold(main: socket.socket, requests: socket.socket) -> None:
         requests.close()
         serve_chunks(pipe, set_ranks, *made)
 
-    fork_for_each(requests, work)
+    fork_for_each(requests, work, [])
 
 
 def serve_chunks(

@@ -24,9 +24,9 @@ class Process:
     """A process that this host has started, in a session of its own."""
 
     def __init__(self, command: list[str], environment: dict[str, str], name: str = ""):
-        named = zip(["", *command], command, strict=False)
-        scripts = [word for before, word in named if before == "-m" or word.endswith(".py")]
-        script = [command[0], *scripts][-1]
+        pairs = zip(["", *command], command, strict=False)
+        scripts = (word for before, word in pairs if before == "-m" or word.endswith(".py"))
+        script = next(scripts, command[0])
         self.name = f"{name} of {script}" if name else script
         self.output: collections.deque[bytes] = collections.deque(maxlen=REMEMBERED)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

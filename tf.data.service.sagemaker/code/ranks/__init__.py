@@ -2,4 +2,5 @@
 
 from ranks.collectives import HorovodRanks, TensorFlowRanks, connect
 
+__version__ = "2026-11-25"  # CHANGES.md says what to change beside a new copy
 __all__ = ["HorovodRanks", "TensorFlowRanks", "connect"]

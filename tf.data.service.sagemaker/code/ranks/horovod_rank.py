@@ -40,7 +40,7 @@ def main() -> None:
         HOROVOD_CPU_OPERATIONS="gloo",
         HOROVOD_GLOO_RENDEZVOUS_ADDR=master,
         HOROVOD_GLOO_RENDEZVOUS_PORT=str(port),
-        HOROVOD_GLOO_IFACE=os.environ["GLOO_SOCKET_IFNAME"],
+        HOROVOD_GLOO_IFACE=os.environ.get("GLOO_SOCKET_IFNAME", ""),
         HOROVOD_GLOO_TIMEOUT_SECONDS=str(START_SECONDS),  # for the others to come up
         HOROVOD_HOSTNAME=f"host-{os.environ['GROUP_RANK']}",
         HOROVOD_RANK=values["RANK"],

@@ -5,18 +5,14 @@ import contextlib
 import os
 import signal
 import time
+import traceback
+from collections.abc import Coroutine
 
-from hetero.messages import (
-    HELLO_SECONDS,
-    JOIN_SECONDS,
-    LONGEST_LINE,
-    LOST_SECONDS,
-    TOKEN,
-    receive,
-    send,
-)
+from hetero.messages import HELLO_SECONDS, LONGEST_LINE, TOKEN, receive, send
+from hetero.plan import Plan
 from hetero.process import Process
-from hetero.topology import Cluster, rank_environment
+from hetero.spare import run_when_idle, starting_on
+from hetero.topology import rank_environment, server_environment
 
 # Of a data server: restarts in a row, the run after which they are counted anew, and restarts in
 # the whole job: one that dies every few minutes may not go on for days.
@@ -24,22 +20,30 @@ RESTARTS, HEALTHY_SECONDS, ALL_RESTARTS = 3, 60, 50
 STOP_SECONDS = 5  # from SIGTERM to SIGKILL for what still runs when the job has ended
 
 
-class Host:
-    """This host's part of the job: its processes, and what it reports of them to the leader."""
+class Member:
+    """One host of the job: what runs on it, and what it reports of that.
 
-    def __init__(self, cluster: Cluster, leader: str, ranks: int, is_needed: bool):
-        self.cluster, self.here, self.leader = cluster, cluster.where(cluster.host), leader
-        self.ranks, self.is_needed = ranks, is_needed
-        self.tasks: list[asyncio.Future] = []
+    `take_part` is the main task, and has the connection with the leader. It starts a task for each
+    rank (`train`) and one for the data server (`serve`). All of them may change the report.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plan, self.cluster = plan, plan.cluster
+        self.here = self.cluster.where(self.cluster.host)
+        self.tasks: list[asyncio.Task] = []
         self.processes: list[Process] = []  # that may be running
-        self.until_sigterm: list[Process] = []  # the ranks among them that have not got it
+        self.until_sigterm: list[Process] = []  # the ranks among them that have not been sent it
         self.writer: asyncio.StreamWriter | None = None
-        self.report = {"token": TOKEN, "host": cluster.host, "sigterm": False, "stopped": False}
-        running = [*range(cluster.rank * ranks, (cluster.rank + 1) * ranks)]
-        self.report |= {
-            "running": running,  # ranks that have not ended
+        first = self.cluster.rank * plan.ranks
+        self.waiting = [*range(first, first + plan.ranks)]  # ranks that have not been started
+        self.report = {
+            "token": TOKEN,
+            "host": self.cluster.host,
+            "sigterm": False,  # whether this host has got one
+            "running": [*self.waiting],  # ranks that have not ended
             "failure": None,  # the first one here: was it cut off, when, a sentence
             "server": None,  # the data server, once it is not restarted: when, a sentence
+            "stopped": False,  # whether nothing runs here any more
         }
 
     def say(self, **news) -> None:
@@ -53,38 +57,66 @@ class Host:
         failure = [was_cut_off, time.time(), sentence]
         self.say(failure=min(failure, self.report["failure"] or failure))
 
-    async def take_part(self, command: list[str], server: list[str] | None) -> list:
+    async def take_part(self) -> list:
         """Do what the leader says; return whether the job is completed, and the reason."""
-        loop, waiting = asyncio.get_running_loop(), [*range(self.ranks)]
+        loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: self.say(sigterm=True))
         loop.add_signal_handler(signal.SIGCHLD, self.reap)
-        if server:
-            self.tasks.append(loop.create_task(self.serve(server)))
+        if not self.plan.ranks or self.plan.spare_cores:
+            self.start(self.serve())
         word = {"end": None, "exit": False, "refused": ""}
         try:
             reader = await self.join()
             while not word["exit"]:
-                word |= await receive(reader, LOST_SECONDS)
+                word |= await receive(reader, self.plan.patience(self.cluster.host))
                 if word["refused"]:
                     raise ConnectionError(f"refused, {word['refused']}")
-                while waiting and word["start"] and not word["stop"]:
-                    self.tasks.append(loop.create_task(self.train(command, waiting.pop(0))))
-                while self.until_sigterm and word["stop"]:  # data servers stay for the last steps
-                    self.until_sigterm.pop().popen.terminate()
-                for task in self.tasks:  # has it failed? Such as by a command that is not there
-                    if task.done() and not task.cancelled() and (error := task.exception()):
-                        self.say_failure(f"The launcher on {self.here} failed: {error}.")
+                if word["stop"]:  # data servers stay for the last steps
+                    while self.until_sigterm:
+                        self.until_sigterm.pop().popen.terminate()
+                    while self.waiting:
+                        self.report["running"].remove(self.waiting.pop())
+                while self.waiting and word["start"]:
+                    self.start(self.train(self.waiting.pop(0)))
                 if word["end"]:
                     await self.stop_all()
                 self.say(stopped=bool(word["end"]))
         except OSError as error:
             if not word["end"] or word["end"][0]:
-                leader = self.cluster.where(self.leader)
+                leader = self.cluster.where(self.plan.leader)
                 word["end"] = [False, f"{self.here} lost the leader, {leader}: {error}."]
         await self.stop_all()
         if self.writer:
             self.writer.close()
         return word["end"]
+
+    async def join(self) -> asyncio.StreamReader:
+        """Connect with the leader, which may come up later than this host, and say hello."""
+        address = self.cluster.address(self.plan.leader), self.cluster.base_port
+        deadline = time.monotonic() + self.plan.join_seconds
+        while not self.writer:
+            try:
+                connecting = asyncio.open_connection(*address, limit=LONGEST_LINE)
+                reader, self.writer = await asyncio.wait_for(connecting, HELLO_SECONDS)
+            except (OSError, asyncio.TimeoutError) as error:  # not there yet, or too busy
+                if time.monotonic() > deadline or self.report["sigterm"]:
+                    raise ConnectionError(f"not reached, {error or 'no answer'}") from None
+                await asyncio.sleep(0.2)
+        self.say()
+        return reader
+
+    def start(self, work: Coroutine) -> None:
+        """Start a task; an error in it, such as a command that is not there, fails the job."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:
+                traceback.print_exc()
+                what = f"{type(error).__name__}: {error}"
+                self.say_failure(f"The launcher on {self.here} failed: {what}.")
+
+        self.tasks.append(asyncio.ensure_future(guarded()))
 
     def reap(self) -> None:
         """Take the status of each child that has ended: PID 1 has those that others left, too."""
@@ -94,21 +126,6 @@ class Host:
                     if process.popen.pid == ended[0]:
                         process.popen.returncode = os.waitstatus_to_exitcode(ended[1])
 
-    async def join(self) -> asyncio.StreamReader:
-        """Connect with the leader, which may come up later than this host, and say hello."""
-        address = self.cluster.address(self.leader), self.cluster.base_port
-        deadline = time.monotonic() + JOIN_SECONDS
-        while not self.writer:
-            try:
-                connecting = asyncio.open_connection(*address, limit=LONGEST_LINE)
-                reader, self.writer = await asyncio.wait_for(connecting, HELLO_SECONDS)
-            except (OSError, asyncio.TimeoutError) as error:  # not there yet, or too busy
-                if time.monotonic() > deadline or self.report["sigterm"]:
-                    raise ConnectionError(f"not there, {error}") from None
-                await asyncio.sleep(0.2)
-        self.say()
-        return reader
-
     async def stop_all(self) -> None:
         """SIGTERM for all that runs here, and SIGKILL after STOP_SECONDS."""
         for task in self.tasks:
@@ -117,30 +134,41 @@ class Host:
             process.popen.terminate()
         await asyncio.gather(*(process.ended(STOP_SECONDS) for process in self.processes))
 
-    async def train(self, command: list[str], local_rank: int) -> None:
+    async def train(self, rank: int) -> None:
         """Run a rank to its end."""
-        environment = rank_environment(self.cluster, local_rank, self.ranks)
-        name = f"rank {environment['RANK']}" if self.ranks > 1 else ""
-        process = Process(command, environment, name)
+        environment = rank_environment(self.cluster, rank, self.plan.ranks)
+        name = f"rank {rank}" if self.plan.ranks > 1 else ""
+        process = Process(self.plan.train, environment, name)
         self.processes.append(process)
         self.until_sigterm.append(process)
         await process.ended()
         how, was_cut_off = process.describe_end()
         if process.popen.returncode:
             self.say_failure(f"On {self.here}, {how}.", was_cut_off)
-        self.report["running"].remove(int(environment["RANK"]))
+        self.report["running"].remove(rank)
         self.say()
 
-    async def serve(self, command: list[str]) -> None:
+    async def serve(self) -> None:
         """Keep a data server running: start it again when it ends, but not too often."""
+        environment = server_environment(self.cluster, self.plan.data_hosts)
         failures, in_all, how = 0, 0, ""
         while failures <= RESTARTS and in_all <= ALL_RESTARTS:
             if failures:
                 pause = 2 ** (failures - 1)
                 print(f"hetero: {how}; restart in {pause} s", flush=True)
                 await asyncio.sleep(pause)
-            began, server = time.monotonic(), Process(command, {})
+            began = time.monotonic()
+            try:
+                with starting_on(self.plan.spare_cores):
+                    server = Process(self.plan.serve, environment)
+            except OSError as error:
+                if not self.plan.spare_cores:
+                    raise
+                print(f"hetero: no data server on the spare cores: {error}", flush=True)
+                return
             self.processes.append(server)
+            if self.plan.spare_cores:
+                run_when_idle(server.popen.pid)
             await server.ended()
             self.processes.remove(server)
             how, _ = server.describe_end()
@@ -149,5 +177,5 @@ class Host:
         reason = f"On {self.here}, {how}, {in_all} times."
         print(f"hetero: {reason} It is left alone.", flush=True)
         self.say(server=[time.time(), reason])
-        if self.is_needed:
+        if self.cluster.host in self.plan.needed:
             self.say_failure(f"{reason} The job cannot do without it.")

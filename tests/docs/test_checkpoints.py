@@ -1,0 +1,221 @@
+"""The loops of docs/checkpoints.md, as jobs that are stopped and continued."""
+
+import re
+from pathlib import Path
+
+import boto3
+import pytest
+from sagemaker.core.shapes import CheckpointConfig
+
+from endings import Running
+from jobs import Jobs, texts_in
+from pages import CHECKPOINTS, EXAMPLE
+
+pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.thorough]
+EPOCHS, BATCHES = 3, 15  # of a rank
+TORCH = """
+import os, signal, sys, time
+import hetero, torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+from feed import RemoteDataset
+
+class Numbers(Dataset):
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        return {"x": torch.tensor([index, torch.rand(()).item()])}
+
+def tell(epoch, values):
+    time.sleep(0.2)  # so that nothing is over before it is stopped
+    text = " ".join(f"{value:.6f}" for value in values.flatten().tolist())
+    print(f"trained rank={os.environ['RANK']} {epoch=} {text}", flush=True)
+
+dataset, device = RemoteDataset(Numbers()), torch.device("cpu")
+"""
+LOOP = """
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.Adam(model.parameters())
+sampler = DistributedSampler(dataset)
+batches = BatchSampler(sampler, 2, drop_last=True)
+
+def train_step(batch):
+    tell(epoch, batch["x"])
+    optimizer.zero_grad()
+    model(batch["x"]).mean().backward()
+    optimizer.step()
+"""
+LIGHTNING = """
+import lightning as L
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch):
+        tell(self.current_epoch, batch["x"])
+        return self.layer(batch["x"]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+model, loader = Model(), DataLoader(dataset, batch_size=2, shuffle=True)
+"""
+TRAINER = """
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, x):
+        tell(int(trainer.state.epoch), x)
+        return {"loss": self.layer(x).mean()}
+
+model = Model()
+arguments = TrainingArguments(
+    output_dir=str(hetero.BASE_DIR / "checkpoints"), per_device_train_batch_size=2,
+    num_train_epochs=3, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+)
+"""
+KERAS = """
+import os, signal, time
+import hetero
+import tensorflow as tf
+import keras
+
+def build_model():
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+dataset = tf.data.Dataset.from_tensors((tf.zeros((2, 1)), tf.zeros((2, 1)))).repeat()
+"""
+
+
+TELL_STEPS = """
+class StopOnSigterm(StopOnSigterm):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.02)
+        print(f"\\ntrained step={int(self.model.optimizer.iterations)}", flush=True)
+        super().on_train_batch_end(batch, logs)
+"""
+
+
+def stop_and_continue(jobs: Jobs, script: str, folder: Path, ranks: int) -> list[list[str]]:
+    """What a job has trained on before it is stopped, and then its successor."""
+    bucket = f"checkpoints-{folder.name}".replace("_", "-").lower()
+    boto3.client("s3").create_bucket(Bucket=bucket)
+    files = {**texts_in(EXAMPLE / "code", "hetero", "feed"), "train.py": script}
+    groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", ranks)}
+    told = []
+    for is_stopped in (True, False):
+        name = jobs.create(
+            files,
+            "exec python -m hetero train.py",
+            groups,
+            environment={"HETERO_TOKEN": "a secret"},
+            checkpoint_config=CheckpointConfig(s3_uri=f"s3://{bucket}/checkpoints"),
+        )
+        if is_stopped:
+            jobs.wait_for_log(name, "trained ", times=2 * ranks + 2, seconds=100)
+            Running(jobs, name).stop()
+        job = jobs.wait(name)
+        expected = "Stopped" if is_stopped else "Completed"
+        assert job["TrainingJobStatus"] == expected, job.get("FailureReason")
+        told.append(sorted(line for line in jobs.log(name) if line.startswith("trained ")))
+    return told
+
+
+@pytest.fixture
+def trained(jobs: Jobs, tmp_path: Path):
+    """Run a script on two ranks, stopped and continued: what it has trained on in either job."""
+
+    def trained(script: str) -> list[list[str]]:
+        script = TORCH.replace("COUNT", str(2 * 2 * BATCHES)) + script
+        first, second = stop_and_continue(jobs, script + END, tmp_path, ranks=2)
+        assert 4 <= len(first) < 2 * BATCHES and len(first) % 2 == 0  # ranks stop together
+        return [first, second]
+
+    return trained
+
+
+# Gloo's threads sometimes abort a process whose interpreter ends, also without process groups.
+END = "\nif dist.is_initialized():\n    dist.barrier()\nos._exit(0)\n"
+
+
+def test_a_loop_of_one_s_own(trained, jobs: Jobs):
+    """It trains on the same samples as one that nobody stops, with the same random numbers."""
+    script = LOOP + CHECKPOINTS["a loop of your own"] + CHECKPOINTS["the loop"]
+    first, second = trained(script)
+    files = {**texts_in(EXAMPLE / "code", "hetero", "feed")}
+    files["train.py"] = TORCH.replace("COUNT", str(2 * 2 * BATCHES)) + script + END
+    groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 2)}
+    environment = {"HETERO_TOKEN": "a secret"}
+    job = jobs.run(files, "exec python -m hetero train.py", groups, environment=environment)
+    whole = [line for line in jobs.log(job["TrainingJobName"]) if line.startswith("trained ")]
+    assert len(whole) == 2 * EPOCHS * BATCHES
+    assert sorted(first + second) == sorted(whole)
+
+
+def indices(lines: list[str], epoch: int) -> list[int]:
+    """The samples that have been trained on in an epoch."""
+    values = [line.split()[3:] for line in lines if f"epoch={epoch} " in line]
+    return sorted(int(float(value)) for of_batch in values for value in of_batch[::2])
+
+
+def test_lightning(trained):
+    first, second = trained(LIGHTNING + CHECKPOINTS["Lightning"])
+    assert len(first + second) == 2 * EPOCHS * BATCHES
+    # As the page has it: the interrupted epoch begins with its first batches again.
+    assert {*indices(first, 0)} < {*indices(second, 0)}
+    for epoch in (1, 2):
+        assert indices(second, epoch) == [*range(2 * 2 * BATCHES)]
+
+
+def test_trainer(trained):
+    first, second = trained(TRAINER + CHECKPOINTS["Trainer"])
+    assert len(first + second) == 2 * EPOCHS * BATCHES
+    for epoch in range(EPOCHS):
+        assert indices(first + second, epoch) == [*range(2 * 2 * BATCHES)]
+
+
+def test_keras(jobs: Jobs, tmp_path: Path):
+    callback, rest = CHECKPOINTS["Keras"].split("\npath =")
+    script = f"{KERAS}{callback}{TELL_STEPS}path ={rest}"
+    first, second = stop_and_continue(jobs, script, tmp_path, ranks=1)
+    steps = [sorted(int(line.split("=")[1]) for line in lines) for lines in (first, second)]
+    assert steps[0] == [*range(1, len(steps[0]) + 1)]
+    # The interrupted epoch, of 100 steps, begins again.
+    left = 500 - len(steps[0]) // 100 * 100
+    assert steps[1] == [*range(len(steps[0]) + 1, len(steps[0]) + 1 + left)]
+
+
+LIGHTNING_EPOCH = """
+trainer = L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False)
+trainer.fit(model, loader)
+"""
+
+
+def test_lightning_must_be_told_the_number_of_hosts(jobs: Jobs):
+    """Else each of two hosts would train on everything: README says what is right."""
+    files = {**texts_in(EXAMPLE / "code", "hetero", "feed")}
+    groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 2)}
+    environment = {"HETERO_TOKEN": "a secret"}
+    told = re.search(r"Trainer\((num_nodes=.*)\)`", (EXAMPLE / "README.md").read_text())[1]
+    for given in (told, ""):
+        trainer = LIGHTNING_EPOCH.replace("max_epochs", f"{given}, max_epochs".lstrip(", "))
+        files["train.py"] = TORCH.replace("COUNT", "60") + LIGHTNING + trainer + END
+        job = jobs.run(files, "exec python -m hetero train.py", groups, environment=environment)
+        lines = [line for line in jobs.log(job["TrainingJobName"]) if line.startswith("trained ")]
+        if given:
+            assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+            assert indices(lines, 0) == [*range(60)]
+        else:
+            assert "RuntimeError: WORLD_SIZE is 2, but" in job["FailureReason"]
+            assert not lines

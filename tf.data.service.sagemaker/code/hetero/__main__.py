@@ -1,0 +1,5 @@
+"""What `python -m hetero` runs."""
+
+from hetero.command import main
+
+main()
