@@ -174,24 +174,46 @@ def measured_fit(
 
     Args:
         model: Compiled.
-        dataset: A tf.data.Dataset of batches.
+        dataset: A tf.data.Dataset of batches, or a keras.utils.PyDataset.
         stretch: Number of steps; a multiple of steps_per_execution.
         settling: Likewise; as many as the dataset can hold batches ready, and the first steps.
         instance_type: As in `measured`.
         **settings: Others of model.fit, but for epochs.
-    """
-    _say(NOTICE)
-    callbacks, kinds = settings.pop("callbacks", []), []
-    for batches in (dataset.repeat(), dataset.take(1).cache().repeat()):
-        samples: Stretch = []
 
-        def look(batch: int, logs: Any = None, samples: Stretch = samples) -> None:
-            if batch + 1 >= settling and (batch + 1 - settling) % stretch == 0:
+    Raises:
+        TypeError: the data is in memory already, as arrays.
+    """
+    if hasattr(dataset, "shape") or isinstance(dataset, (tuple, list, dict)):
+        raise TypeError(
+            f"measured_fit({type(dataset).__name__}): give it what prepares batches, a "
+            "tf.data.Dataset or PyDataset; arrays are prepared already"
+        )
+    _say(NOTICE)
+    callbacks, kinds, last = settings.pop("callbacks", []), [], settling + 5 * stretch
+    for is_real in (True, False):
+        samples: Stretch = []
+        steps = iter(range(1, last + 1))  # a batch's number begins anew in each epoch
+
+        def look(
+            batch: int, logs: Any = None, samples: Stretch = samples, steps: Iterator = steps
+        ) -> None:
+            step = next(steps, last)
+            if step >= settling and (step - settling) % stretch == 0:
                 samples.append(_sample(dataset))
+            model.stop_training = step >= last
 
         clock = sys.modules["tensorflow"].keras.callbacks.LambdaCallback(on_train_batch_end=look)
         clock._supports_tf_logs = True  # else Keras 2 waits for the GPU in each step
-        settings |= {"epochs": 1, "steps_per_epoch": settling + 5 * stretch}
+        if hasattr(dataset, "take"):
+            batches = dataset.repeat() if is_real else dataset.take(1).cache().repeat()
+            settings |= {"epochs": 1, "steps_per_epoch": last}
+        elif is_real:
+            batches = dataset
+            settings |= {"epochs": last}
+        else:
+            first = dataset[0] if hasattr(dataset, "on_epoch_end") else next(iter(dataset))
+            batches = (first for _ in cycle([None]))
+            settings |= {"epochs": 1, "steps_per_epoch": last}
         model.fit(batches, callbacks=[*callbacks, clock], **settings)
         kinds.append([*pairwise(samples)])
     _report(*kinds, stretch, instance_type)

@@ -28,13 +28,15 @@ CHECKPOINTS = {
 }
 [DIFF] = blocks_of(ROOT, "diff")
 BEFORE, AFTER = ((EXAMPLE / name).read_text() for name in ("before.py", "after.py"))
-*TF_FILES, TF_ENTRY, TF_V2, TF_FOLDERS = blocks_of(TENSORFLOW, "python")
+TF_FIT, TF_ENTRY, TF_V2, TF_RANKS, TF_MAP, TF_SERVE, TF_TORCH, TF_FOLDERS = blocks_of(
+    TENSORFLOW, "python"
+)
 [TF_COMMAND] = re.findall(r'command="exec (.*)"', (TENSORFLOW / "README.md").read_text())
 SOLUTIONS = re.findall(
     r"<details>.*?```python\n(.*?)```.*?</details>", (ROOT / "workshop.md").read_text(), re.S
 )
 PYTHON = {LOCAL, MEASURED, V3, ENTRY, V2, TORCHRUN, *CHECKPOINTS.values()}
-PYTHON |= {*TF_FILES, TF_ENTRY, TF_V2, TF_FOLDERS, *SOLUTIONS}
+PYTHON |= {TF_FIT, TF_ENTRY, TF_V2, TF_RANKS, TF_MAP, TF_SERVE, TF_TORCH, TF_FOLDERS, *SOLUTIONS}
 
 # In place of feed/, and of the reader's own script:
 TOY_SCRIPTS = {
@@ -44,27 +46,48 @@ TOY_SCRIPTS = {
 # SDK v2 writes True, and its toolkit splits values at spaces. The script must get them as under v3.
 V2_GIVEN = V2.replace('{"epochs": 3}', '{"epochs": 3, "name": "a b", "amp": True}')
 V2_TOLD = "training with ['--amp', 'true', '--epochs', '3', '--name', 'a b']"  # it sorts them
-# A reader's pipeline, which says where it was run, and a training step that prints it. It is so
-# quick that all steps might be over before a second data host is up: until then it takes longer.
-# A worker holds two files at a time: none begins the next pass while much of this one is left.
+# A reader's pipeline, of numbers with the number of the host that has read them, and a model that
+# prints what it is trained on. Two CPU devices take the place of GPUs.
 TF_TRAINING = """
-import json, time
+import functools, os, sys
 import tensorflow as tf
+from service import numpy_function
+import my_functions
 
-hosts = set()
+if os.environ.get("WORLD_SIZE") == "1":
+    [cpu] = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, 2 * [tf.config.LogicalDeviceConfiguration()])
+    strategy = tf.distribute.MirroredStrategy
+    tf.distribute.MirroredStrategy = functools.partial(strategy, ["CPU:0", "CPU:1"])
 
-def make_dataset(pattern, batch_size):
-    files = tf.data.Dataset.list_files(pattern, shuffle=False)
+def read(record):
+    config = tf.io.read_file("CONFIG")
+    host = tf.strings.regex_replace(config, r'(?s).*"current_host": *"algo-(\\d+)".*', r"\\1")
+    x = tf.strings.to_number(tf.stack([record, host]))
+    return tf.ensure_shape(x, [2]), 0.0
+
+def make_dataset(folder, batch_size):
+    files = tf.data.Dataset.list_files(folder + "/*.tfrecord", shuffle=False)
     dataset = files.interleave(tf.data.TFRecordDataset, cycle_length=2)
-    dataset = dataset.map(lambda r: (r, tf.io.read_file("../../config/resourceconfig.json")))
+    dataset = dataset.map(read)
     return dataset.batch(batch_size)
 
-def train_step(batch):
-    records, configs = batch
-    config = json.loads(configs[0].numpy())
-    where = config["current_group_name"], config["current_host"]
-    print("batch", *where, *records.numpy(), flush=True)  # whole lines, on several ranks too
-    hosts.add(where)
-    if len(hosts) == 1:
-        time.sleep(0.05)
+class Tell(tf.keras.layers.Layer):
+    def call(self, x):
+        tf.print("trained", tf.cast(x, tf.int32), output_stream=sys.stdout, summarize=-1)
+        return 0.0 * x
+
+def build_model(kind=tf.keras.Model):
+    x = tf.keras.Input((2,))
+    model = kind(x, tf.keras.layers.Dense(1)(Tell()(x)))
+    model.compile(optimizer="sgd", loss="mse", jit_compile=False)
+    return model
+"""
+MY_FUNCTIONS = """
+import os, time
+import numpy as np
+
+def augment(x):
+    time.sleep(0.002)  # so that no worker takes all
+    return np.float32([x[0], os.getpid()])
 """

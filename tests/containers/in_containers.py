@@ -21,15 +21,17 @@ import pytest
 from nbclient import NotebookClient
 from sagemaker.core.training.configs import InputData
 
+from data_service import put_numbers
 from endings import upload_images
 from images import write_records
 from jobs import TWO_GROUPS, Jobs, texts_in
 from pages import (
     ENTRY,
     EXAMPLE,
+    MY_FUNCTIONS,
     TENSORFLOW,
     TF_ENTRY,
-    TF_FILES,
+    TF_FIT,
     TF_TRAINING,
     TF_V2,
     TOY_SCRIPTS,
@@ -369,7 +371,7 @@ def test_lines_for_sdk_v2(
     s3.upload_file("sourcedir.tar.gz", f"sdk-v2-{name}", "source/sourcedir.tar.gz")
     channels = {"source": f"s3://sdk-v2-{name}/source"}
     if "InputDataConfig" in request:
-        channels["training"] = upload(tmp_path)
+        channels["training"] = put_numbers(tmp_path, 1500).data_source
     request["InputDataConfig"] = [
         {
             "ChannelName": channel,
@@ -395,7 +397,8 @@ def project(name: str) -> dict[str, str]:
         files = {"entry.py": ENTRY, **TOY_SCRIPTS}
         runtime = EXAMPLE
     else:
-        files = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
-        files |= {"entry.py": TF_ENTRY, "my_training.py": TF_TRAINING}
+        training = TF_TRAINING.replace("CONFIG", "/opt/ml/input/config/resourceconfig.json")
+        files = {"train.py": TF_FIT, "entry.py": TF_ENTRY, "my_training.py": training}
+        files |= {"my_functions.py": MY_FUNCTIONS, **texts_in(TENSORFLOW / "code", "service")}
         runtime = TENSORFLOW
     return {**texts_in(runtime / "code", "hetero"), **files}

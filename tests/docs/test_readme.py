@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from sagemaker.core.training.configs import InputData
 
-from data_service import dispatcher_of
+from data_service import dispatcher_of, put_numbers
 from images import image
 from jobs import Jobs, texts_in
 from mnist import idx
@@ -28,11 +28,16 @@ from pages import (
     EXAMPLE,
     LOCAL,
     MEASURED,
+    MY_FUNCTIONS,
     ROOT,
     TENSORFLOW,
     TF_COMMAND,
-    TF_FILES,
+    TF_FIT,
     TF_FOLDERS,
+    TF_MAP,
+    TF_RANKS,
+    TF_SERVE,
+    TF_TORCH,
     TF_TRAINING,
     TF_V2,
     TORCHRUN,
@@ -197,44 +202,88 @@ def test_lines_for_sdk_v2(jobs: Jobs, project: Path):
     assert log.count("serving") == 1
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
-def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path, ranks: int):
-    """In a pass over the data no record comes twice, on several ranks neither."""
-    import tensorflow as tf  # takes seconds, and no other test here needs it
+def trained_on(log: list[str]) -> list[tuple[int, int]]:
+    """What Tell has printed: pairs of a number, and of who has prepared it."""
+    pairs = re.findall(r"\[(\d+) (\d+)\]", "\n".join(log))
+    return [(int(number), int(who)) for number, who in pairs]
 
-    assert len(TF_FILES) == 2 and count_lines(*TF_FILES) < 40
-    s3 = boto3.client("s3")
-    s3.create_bucket(Bucket="numbers")
-    arrive = ranks * 1000 * 64  # records, in all steps
-    for first in range(0, arrive * 3 // 2, 2000):  # so that the first pass is not over
-        with tf.io.TFRecordWriter(f"{tmp_path}/part") as writer:
-            for number in range(first, first + 2000):
-                writer.write(b"%d" % number)
-        s3.upload_file(f"{tmp_path}/part", "numbers", f"data/{first}.tfrecord")
-    copied = {re.match(r"# code/(\w+\.py)\n", text)[1]: text for text in TF_FILES}
-    copied["my_training.py"] = TF_TRAINING
-    copied |= texts_in(TENSORFLOW / "code", "hetero")
+
+def train_with_tensorflow(jobs: Jobs, data: InputData | None, files: dict, options: str) -> list:
+    """Run lines of TensorFlow's README on two data hosts; return the log."""
+    training = TF_TRAINING.replace("CONFIG", "../../config/resourceconfig.json")
+    copied = texts_in(TENSORFLOW / "code", "hetero", "service", "ranks")
+    files = {"my_training.py": training, "my_functions.py": MY_FUNCTIONS, **copied, **files}
     job = jobs.run(
-        copied,
-        f"exec {TF_COMMAND}".replace("hetero", f"hetero --ranks {ranks} --spare-cores 0"),
+        files,
+        f"exec python -m hetero --spare-cores 0 {options} train.py",
         {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)},
         environment={"HETERO_TOKEN": "a secret"},
-        input_data_config=[InputData(channel_name="training", data_source="s3://numbers/data")],
+        input_data_config=[data] if data else None,
     )
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
-    log = jobs.log(job["TrainingJobName"])
-    batches = [line.split()[1:] for line in log if line.startswith("batch")]
-    assert len(batches) == ranks * 1000
-    assert {group for group, *_ in batches} == {"data_group"}
-    assert len({host for _, host, *_ in batches}) == 2
-    records = [record for _, _, *records in batches for record in records]
-    assert len({*records}) == len(records) == arrive  # no data host reads what another has read
+    return jobs.log(job["TrainingJobName"])
+
+
+def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path):
+    """Two devices in one process: each sample once in each of three epochs."""
+    assert count_lines(TF_FIT) < 20
+    options = TF_COMMAND.removeprefix("python -m hetero ").removesuffix(" train.py")
+    data = put_numbers(tmp_path, 1500)
+    pairs = trained_on(train_with_tensorflow(jobs, data, {"train.py": TF_FIT}, options))
+    assert sorted(number for number, _ in pairs) == sorted([*range(1500)] * 3)
+
+
+@pytest.mark.thorough
+def test_lines_for_tensorflow_with_several_ranks(jobs: Jobs, tmp_path: Path):
+    """In a pass over the data no record comes twice."""
+    arrive = 2 * 300 * 64  # ranks, steps, batch size
+    data = put_numbers(tmp_path, 2 * arrive)  # so that the first pass is not over
+    options = "--ranks 2 --serve service/serve.py --needed first"
+    log = train_with_tensorflow(jobs, data, {"train.py": TF_RANKS}, options)
+    numbers = [number for number, _ in trained_on(log)]
+    assert len({*numbers}) == len(numbers) == arrive
+
+
+def test_lines_for_python_functions(jobs: Jobs, tmp_path: Path):
+    """Four processes of each data host call them."""
+    training = TF_TRAINING.replace("CONFIG", "../../config/resourceconfig.json")
+    [line] = [line for line in TF_MAP.splitlines() if not line.startswith("#")]
+    line += "\n    dataset = dataset.map(lambda x, y: (tf.ensure_shape(x, [2]), y))"
+    training = training.replace(
+        "    return dataset.batch(", f"    {line}\n    return dataset.batch("
+    )
+    files = {"train.py": TF_FIT, "serve.py": TF_SERVE, "my_training.py": training}
+    data = put_numbers(tmp_path, 3000)
+    pairs = trained_on(train_with_tensorflow(jobs, data, files, "--serve serve.py --needed first"))
+    assert sorted(number for number, _ in pairs) == sorted([*range(3000)] * 3)
+    assert len({process for _, process in pairs}) > 2
+
+
+TORCH_DATASET = """
+import os
+import numpy as np
+
+class MyDataset:
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        return np.float32([index, os.getpid()]), np.float32(0)
+"""
+
+
+@pytest.mark.thorough
+def test_lines_for_keras_on_pytorch_s_loader(jobs: Jobs):
+    training = TF_TRAINING.replace("from service import numpy_function\nimport my_functions\n", "")
+    files = {"train.py": TF_TORCH, "my_training.py": training + TORCH_DATASET}
+    files |= texts_in(EXAMPLE / "code", "feed")
+    pairs = trained_on(train_with_tensorflow(jobs, None, files, "--serve feed/server.py"))
+    assert sorted(number for number, _ in pairs) == sorted([*range(400)] * 3)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_lines_for_images_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int):
     """Workers give each image once, with the label of its own."""
-    import tensorflow as tf
 
     classes, labels = 5, {}
     for number in range(300):
@@ -246,10 +295,12 @@ def test_lines_for_images_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     said = {}
     exec(TF_FOLDERS.replace("(256, 256)", "(32, 32)"), said)
-    service = tf.data.experimental.service
+    monkeypatch.syspath_prepend(TENSORFLOW / "code")
+    from service import distribute
+
     with dispatcher_of(workers) as dispatcher:
-        distribute = service.distribute(service.ShardingPolicy.DYNAMIC, f"grpc://{dispatcher}")
-        batches = said["dataset"].apply(distribute).as_numpy_iterator()
+        monkeypatch.setenv("HETERO_DATA_HOSTS", dispatcher)
+        batches = distribute(said["dataset"], name=f"{workers}").as_numpy_iterator()
         seen = [
             (picture.round().astype(np.uint8).tobytes(), int(label))
             for pictures, numbers in batches
@@ -278,8 +329,12 @@ TELL_STATUS = """
 
 def test_lines_for_local_jobs(tmp_path: Path):
     """In a process of its own, whose AWS is nobody's."""
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "train.py").write_text("print('training')")
+    train = "import os\nassert os.listdir(os.environ['SM_CHANNEL_TRAINING']) == ['a']"
+    files = {**texts_in(EXAMPLE / "code", "hetero"), **TOY_SCRIPTS, "train.py": train}
+    files = {f"code/{name}": text for name, text in files.items()} | {"data/a/b.txt": "any"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     done = subprocess.run(
         [sys.executable, "-c", LOCAL + TELL_STATUS],
         cwd=tmp_path,

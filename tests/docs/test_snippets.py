@@ -47,6 +47,7 @@ OTHERS_WORDS = [
     "No module named 'moto'",
     "No space left on device",
     "terminate called without an active exception",
+    "Could not find callback with key=",
     "'>' not supported between instances of 'NoneType' and 'int'",
 ]
 

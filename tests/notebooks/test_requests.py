@@ -176,4 +176,4 @@ def test_the_diff_that_the_notebook_shows_is_in_the_code():
     code = "".join((TENSORFLOW.parent / "code" / "pipeline.py").read_text().split())
     for line in text.split("```")[1].splitlines()[1:]:
         assert "".join(line[1:].split("#")[0].split()).split("...")[0] in code, line
-    assert code.count("ifdispatcher:") == code.count("ifnotdispatcher:") == 1
+    assert code.count("ifon_data_hosts:") == code.count("ifnoton_data_hosts:") == 1

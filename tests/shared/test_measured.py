@@ -485,3 +485,26 @@ def test_keras_fit_as_two_jobs_find_it(capsys, data, step):
         if close(found, step_ms(dataset), step_ms(dataset.take(1).cache().repeat())):
             return
     pytest.fail(capsys.readouterr().out)
+
+
+def test_keras_fit_of_a_python_dataset_and_of_arrays(capsys):
+    """A PyDataset prepares batches where fit asks for them."""
+    import numpy as np
+    import tensorflow as tf
+
+    class Slow(tf.keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 7
+
+        def __getitem__(self, index: int) -> tuple:
+            time.sleep(0.04)
+            return np.ones((2, 2), "float32"), np.ones((2, 1), "float32")
+
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile(loss="mse")
+    work = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, logs: time.sleep(0.02))
+    module.measured_fit(model, Slow(), callbacks=[work], verbose=0)
+    found = numbers(capsys.readouterr().out)
+    assert 38 < found["step_ms"] < 90 and 20 < found["accelerator_ms"] < 38  # it prefetches
+    with pytest.raises(TypeError, match=r"measured_fit\(ndarray\).*arrays are prepared already"):
+        module.measured_fit(model, np.ones((2, 2)))

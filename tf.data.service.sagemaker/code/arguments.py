@@ -28,7 +28,7 @@ def parser(fail: Callable[[str], None]) -> argparse.ArgumentParser:
     add, gpus = parser.add_argument, int(os.environ.get("SM_NUM_GPUS", "0"))
     add("--data-mode", choices=["local", "service", "synthetic"], help="where samples come from")
     add("--processes-per-host", type=whole(1), default=gpus or 1, help="ranks on each dnn host")
-    ways = ["tf.distribute", "horovod", "horovod-mpi"]
+    ways = ["tf.distribute", "horovod"]
     add("--distribution", choices=ways, default=ways[0], help="how ranks keep in step: ranks/")
     add("--model", default="resnet50", help="resnet50; small: for CPUs")
     add("--files", default="training/*", help="the TFRecord files, with their channel")

@@ -1,7 +1,7 @@
 """The input pipeline, from TFRecord files to augmented batches: here, or on other machines.
 
-`build` is the same function for all modes. The lines below `if dispatcher` move the pipeline to
-tf.data.service: the data hosts then run what is above them, this host what is below.
+`build` is the same function for all modes. The line `distribute(dataset)` moves the pipeline to
+tf.data.service: the data hosts then run what is above it, this host what is below.
 
 A record is a tf.train.Example with two features: `image`, an encoded picture (PNG, JPEG, ...), and
 `label`, an int64 from 0 to 9.
@@ -14,8 +14,11 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from service import distribute
+
 SIDE, CHANNELS = 32, 3  # of the images that the model sees
 FILES_AT_ONCE = 4  # that a data host reads
+AUTOTUNE = tf.data.AUTOTUNE
 SHUFFLE_RECORDS = 2048  # that it holds in memory to choose from
 BLUR_SIDE, BLUR_SIGMA = 11, 1.5  # pixels
 MOST_ROTATION, MOST_ZOOM = math.radians(18), 0.1
@@ -41,55 +44,44 @@ def build(
     passes: int | None = None,
     rank: int = 0,
     ranks: int = 1,
-    dispatcher: str = "",
+    on_data_hosts: bool = False,
     threads: int = 0,
 ) -> tf.data.Dataset:
     """Return batches: images, float32 (N, 32, 32, 3) from 0 to 1, and labels, int64 (N,).
 
-    files: of TFRecords. Data hosts open them by the same names.
+    files: of TFRecords, which data hosts have under the same names.
     augment: 0 takes the images as they are; otherwise they are augmented on a grid so many times
         finer than the image, so that CPU time grows with its square.
     passes: over the files; None repeats them for ever, in full batches.
     rank, ranks: this training process among all; each record of a pass goes to one of them.
-    dispatcher: tf.data.service's, HOST:PORT; "": this host prepares the batches.
+    on_data_hosts: they prepare the batches, and not this host.
     threads: on this host; 0: one for each core.
     """
     files = random.Random(seed).sample(files, len(files))
-    dataset = tf.data.Dataset.from_tensor_slices(files)
-    dataset = dataset.interleave(tf.data.TFRecordDataset, cycle_length=FILES_AT_ONCE)
-    if not dispatcher:
+    # The files of all passes, numbered through. So each record can be augmented differently in each
+    # pass: data hosts share out these numbers, but could not count records themselves.
+    numbers = tf.data.Dataset.range(tf.int64.max if passes is None else passes * len(files))
+
+    def read(number: tf.Tensor) -> tf.data.Dataset:
+        records = tf.data.TFRecordDataset(tf.gather(files, number % len(files)))
+        return records.map(lambda record: (number // len(files), record))
+
+    dataset = numbers.interleave(read, cycle_length=FILES_AT_ONCE)
+    if not on_data_hosts:
         dataset = dataset.shard(ranks, rank)
-    dataset = dataset.shuffle(SHUFFLE_RECORDS, seed=seed).repeat(passes)
-    # Records get running numbers, so that each pass augments them differently. `scan` takes one
-    # element after the other, so it numbers blocks of records. Each data host counts by itself, so
-    # that records share numbers: `prepare` makes the seed of the record, too.
-    dataset = dataset.batch(64).scan(tf.constant(seed, tf.int64), count).unbatch()
+    dataset = dataset.shuffle(SHUFFLE_RECORDS, seed=seed)
     dataset = dataset.map(
-        lambda n, record: prepare(n, record, augment), num_parallel_calls=tf.data.AUTOTUNE
+        lambda number, record: prepare(seed + number, record, augment), num_parallel_calls=AUTOTUNE
     )
     dataset = dataset.batch(batch_size, drop_remainder=passes is None)
-    if dispatcher:
-        dataset = dataset.apply(
-            tf.data.experimental.service.distribute(
-                # Data hosts get files as they need them, so that each works at its own speed.
-                processing_mode=tf.data.experimental.service.ShardingPolicy.DYNAMIC,
-                service=f"grpc://{dispatcher}",
-                job_name="training",  # the same on all ranks: each batch goes to one of them
-                compression=None,  # it takes more time than the network
-            )
-        )
+    if on_data_hosts:
+        dataset = distribute(dataset)
     elif threads:  # ranks on one host share its cores
         options = tf.data.Options()
         options.threading.private_threadpool_size = threads
         options.autotune.cpu_budget = threads
         dataset = dataset.with_options(options)
-    return dataset.prefetch(tf.data.AUTOTUNE)
-
-
-def count(n: tf.Tensor, records: tf.Tensor) -> tuple[tf.Tensor, tuple[tf.Tensor, tf.Tensor]]:
-    """Number a block of records from `n`; return the next number, and the numbers with records."""
-    end = n + tf.size(records, tf.int64)
-    return end, (tf.range(n, end), records)
+    return dataset.prefetch(AUTOTUNE)
 
 
 def prepare(n: tf.Tensor, record: tf.Tensor, augment: int) -> tuple[tf.Tensor, tf.Tensor]:

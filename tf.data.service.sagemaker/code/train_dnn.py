@@ -34,25 +34,19 @@ from ranks import HorovodRanks, TensorFlowRanks, connect
 Ranks = TensorFlowRanks | HorovodRanks  # nothing here depends on which one
 
 
-def absolute(path: str) -> Path:
-    """The path, for after a change of the working directory."""
-    return Path(path).resolve()
-
-
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; what doesn't fit together ends the program with a sentence."""
     parser = arguments.parser(fail=lambda message: sys.exit(f"train_dnn.py: error: {message}"))
     add = parser.add_argument
-    first = os.environ.get("HETERO_DATA_HOSTS", "").split(",")[0]
-    add("--dispatcher", default=first, metavar="HOST:PORT", help="of tf.data.service (service)")
     add("--channels", default=".", help="folder of the job's channels")
     model_dir = os.environ.get("SM_MODEL_DIR", "model")
-    add("--model-dir", type=absolute, default=model_dir, help="where the SavedModel 1/ goes")
-    add("--checkpoint-dir", type=absolute, help="where checkpoints are written, and looked for")
+    add("--model-dir", type=Path, default=model_dir, help="where the SavedModel 1/ goes")
+    add("--checkpoint-dir", type=Path, help="where checkpoints are written, and looked for")
     args = parser.parse_args()
-    args.data_mode = args.data_mode or ("service" if args.dispatcher else "local")
-    if args.data_mode == "service" and not args.dispatcher:
-        parser.error("--data-mode service needs data hosts, or --dispatcher, where that listens")
+    data_hosts = os.environ.get("HETERO_DATA_HOSTS")
+    args.data_mode = args.data_mode or ("service" if data_hosts else "local")
+    if args.data_mode == "service" and not data_hosts:
+        parser.error("--data-mode service needs data hosts: HETERO_DATA_HOSTS names none")
     return args
 
 
@@ -195,8 +189,7 @@ def build_batches(args: argparse.Namespace, ranks: Ranks) -> Iterable:
     if args.data_mode == "synthetic":
         images = tf.random.uniform((args.batch_size, SIDE, SIDE, CHANNELS))
         return repeat((images, tf.range(args.batch_size) % CLASSES))
-    os.chdir(args.channels)  # the files' names, relative to it, are good on the data hosts too
-    files = pipeline.find_files(args.files)
+    files = pipeline.find_files(f"{args.channels}/{args.files}")
     if args.data_mode == "local" and ranks.rank == 0:
         cost = pipeline.milliseconds_per_sample(files, args.augment)
         print(f"data_ms_per_sample={cost:.3f} workers={len(os.sched_getaffinity(0))}")
@@ -207,7 +200,7 @@ def build_batches(args: argparse.Namespace, ranks: Ranks) -> Iterable:
         args.seed,
         rank=ranks.rank,
         ranks=ranks.size,
-        dispatcher=args.dispatcher if args.data_mode == "service" else "",
+        on_data_hosts=args.data_mode == "service",
         threads=tf.config.threading.get_intra_op_parallelism_threads(),
     )
 

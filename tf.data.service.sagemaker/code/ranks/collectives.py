@@ -61,7 +61,7 @@ class TensorFlowRanks:
 class HorovodRanks:
     """Horovod's: the published way, for containers that have it.
 
-    The ranks find each other as horovod_rank.py or horovodrun have told them.
+    The ranks find each other as horovod_rank.py has told them.
     """
 
     def __init__(self):

@@ -1,0 +1,85 @@
+"""What is said, and done, until the first batch of a dataset comes.
+
+TensorFlow waits for ever, without a word, also for hosts that are not there.
+"""
+
+import os
+import re
+import socket
+import threading
+import time
+import weakref
+from typing import Any
+
+import grpc
+import tensorflow as tf
+
+HOPELESS_SECONDS = 120  # without a dispatcher or a worker
+TELL_SECONDS = 60  # between two lines
+
+
+def wait_for_dispatcher(dispatcher: str) -> None:
+    """Return when a dispatcher answers; raise ConnectionError if it does not for 120 s."""
+    deadline = time.monotonic() + HOPELESS_SECONDS
+    while missing := what_is_missing(dispatcher):
+        if missing.startswith("no worker"):
+            return
+        if time.monotonic() > deadline:
+            raise ConnectionError(f"distribute: for {HOPELESS_SECONDS} s {missing}")
+        time.sleep(1)
+
+
+def watched(dataset: tf.data.Dataset, dispatcher: str, name: str) -> tf.data.Dataset:
+    """Return the dataset. Until its first batch comes, a thread says what is there and what not.
+
+    It ends the process if that is hopeless: the training waits in C++, and hears nothing else.
+    """
+    with tf.device("CPU:0"):  # by raw ops, as a strategy would make a tf.Variable its own
+        has_come = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=f"{name} has come")
+        tf.raw_ops.AssignVariableOp(resource=has_come, value=False)
+
+    @tf.autograph.experimental.do_not_convert
+    def note(*_: Any) -> bool:
+        tf.raw_ops.AssignVariableOp(resource=has_come, value=True)
+        return True
+
+    dataset = dataset.filter(note)
+    is_used = weakref.ref(dataset)
+
+    def watch() -> None:
+        began = there_at = told_at = time.monotonic()
+        while is_used() and not tf.raw_ops.ReadVariableOp(resource=has_come, dtype=tf.bool):
+            time.sleep(1)
+            missing, now = what_is_missing(dispatcher), time.monotonic()
+            there_at = there_at if missing else now
+            if now > there_at + HOPELESS_SECONDS:
+                print(f"distribute: for {HOPELESS_SECONDS} s {missing}.", flush=True)
+                os._exit(1)
+            if now > told_at + TELL_SECONDS:
+                told_at = now
+                what = missing or f"workers are at {', '.join(workers_at(dispatcher))}"
+                print(f"distribute: no batch of {name} in {now - began:.0f} s: {what}", flush=True)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return dataset
+
+
+def what_is_missing(dispatcher: str) -> str:
+    """Say what keeps batches from coming, as far as it can be seen from here; "" if nothing."""
+    host, _, port = dispatcher.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+        if not workers_at(dispatcher):
+            return f"no worker has come to the dispatcher at {dispatcher}"
+        return ""
+    except OSError as error:
+        return f"the dispatcher at {dispatcher} cannot be reached ({error})"
+    except grpc.RpcError as error:
+        return f"what listens at {dispatcher} is no dispatcher ({error.details()})"
+
+
+def workers_at(dispatcher: str) -> list[str]:
+    """Return the addresses of the workers that a dispatcher knows; raise grpc.RpcError if none."""
+    with grpc.insecure_channel(dispatcher) as channel:
+        ask = channel.unary_unary("/tensorflow.data.DispatcherService/GetWorkers")
+        return sorted(re.findall(r"[\w.-]+:\d+", ask(b"", timeout=5).decode("latin-1")))
