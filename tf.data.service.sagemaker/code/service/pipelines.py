@@ -126,7 +126,7 @@ RULES = [
     Rule("Scan", "a scan, or Dataset.counter", "each worker would begin its own count or state",
          "count in the source, as with Dataset.range(tf.int64.max)"),
     Rule("Random", "a Dataset.random", "workers would draw the same numbers",
-         "draw in map, with tf.random.stateless_uniform and the sample's seed", is_no_choice),
+         "draw in map, by tf.random.stateless_uniform, a seed from the sample", is_no_choice),
     Rule("Take", "a take", "each worker would take so many", IN_PYTHON,
          lambda pipeline, node: pipeline.argument(node, 1) >= 0),
     Rule("Skip", "a skip", "each worker would skip so many", IN_PYTHON,
@@ -180,8 +180,7 @@ def check(dataset: tf.data.Dataset, allow: Collection[str] = ()) -> bool:
                 "its samples might be others",
                 f"leave it out, or count the samples, and then allow=[{op!r}]",
             )
-    for function in pipeline.graph.library.function:
-        nodes = function.node_def
+    for nodes in pipeline.functions.values():
         if any(":" not in node.attr["token"].s.decode() for node in nodes if "PyFunc" in node.op):
             refuse(
                 "a Python function (py_function, numpy_function, from_generator)",
