@@ -183,7 +183,7 @@ def measured_fit(
     Raises:
         TypeError: the data is in memory already, as arrays.
     """
-    if hasattr(dataset, "shape") or isinstance(dataset, (tuple, list, dict)):
+    if not hasattr(dataset, "cardinality") and not hasattr(dataset, "on_epoch_end"):
         raise TypeError(
             f"measured_fit({type(dataset).__name__}): give it what prepares batches, a "
             "tf.data.Dataset or PyDataset; arrays are prepared already"
@@ -204,14 +204,14 @@ def measured_fit(
 
         clock = sys.modules["tensorflow"].keras.callbacks.LambdaCallback(on_train_batch_end=look)
         clock._supports_tf_logs = True  # else Keras 2 waits for the GPU in each step
-        if hasattr(dataset, "take"):
+        if hasattr(dataset, "cardinality"):
             batches = dataset.repeat() if is_real else dataset.take(1).cache().repeat()
             settings |= {"epochs": 1, "steps_per_epoch": last}
         elif is_real:
             batches = dataset
             settings |= {"epochs": last}
         else:
-            first = dataset[0] if hasattr(dataset, "on_epoch_end") else next(iter(dataset))
+            first = dataset[0]
             batches = (first for _ in cycle([None]))
             settings |= {"epochs": 1, "steps_per_epoch": last}
         model.fit(batches, callbacks=[*callbacks, clock], **settings)

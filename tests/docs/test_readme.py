@@ -229,8 +229,11 @@ def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path):
     assert count_lines(TF_FIT) < 20
     options = TF_COMMAND.removeprefix("python -m hetero ").removesuffix(" train.py")
     data = put_numbers(tmp_path, 1500)
-    pairs = trained_on(train_with_tensorflow(jobs, data, {"train.py": TF_FIT}, options))
+    log = train_with_tensorflow(jobs, data, {"train.py": TF_FIT}, options)
+    pairs = trained_on(log)
     assert sorted(number for number, _ in pairs) == sorted([*range(1500)] * 3)
+    data_hosts = re.findall(r"host=algo-(\d+) group=data_group", "\n".join(log))
+    assert {host for _, host in pairs} <= set(map(int, data_hosts))
 
 
 @pytest.mark.thorough

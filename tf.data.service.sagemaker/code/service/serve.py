@@ -55,7 +55,7 @@ def dispatch(dispatcher: str, ended: list[int]) -> None:
     """
     import tensorflow as tf
 
-    from service.waiting import workers_at
+    from service.waiting import look
 
     service = tf.data.experimental.service
     port, journal = int(dispatcher.rpartition(":")[2]), os.environ["HETERO_JOURNAL"]
@@ -63,7 +63,8 @@ def dispatch(dispatcher: str, ended: list[int]) -> None:
     _server, known = service.DispatchServer(config), []
     print(f"dispatcher at {dispatcher}", flush=True)
     while not wait(ended, timeout=1):
-        if (workers := workers_at(dispatcher)) != known:
+        missing, workers = look(dispatcher)  # it may be too busy to answer
+        if not missing and workers != known:
             known = workers
             print(f"dispatcher: {len(known)} workers: {', '.join(known)}", flush=True)
 

@@ -21,7 +21,7 @@ TELL_SECONDS = 60  # between two lines
 def wait_for_dispatcher(dispatcher: str) -> None:
     """Return when a dispatcher answers; raise ConnectionError if it does not for 120 s."""
     deadline = time.monotonic() + HOPELESS_SECONDS
-    while missing := what_is_missing(dispatcher):
+    while missing := look(dispatcher)[0]:
         if missing.startswith("no worker"):
             return
         if time.monotonic() > deadline:
@@ -50,36 +50,38 @@ def watched(dataset: tf.data.Dataset, dispatcher: str, name: str) -> tf.data.Dat
         began = there_at = told_at = time.monotonic()
         while is_used() and not tf.raw_ops.ReadVariableOp(resource=has_come, dtype=tf.bool):
             time.sleep(1)
-            missing, now = what_is_missing(dispatcher), time.monotonic()
+            missing, workers = look(dispatcher)
+            now = time.monotonic()
             there_at = there_at if missing else now
             if now > there_at + HOPELESS_SECONDS:
                 print(f"distribute: for {HOPELESS_SECONDS} s {missing}.", flush=True)
                 os._exit(1)
             if now > told_at + TELL_SECONDS:
                 told_at = now
-                what = missing or f"workers are at {', '.join(workers_at(dispatcher))}"
+                what = missing or f"workers are at {', '.join(workers)}"
                 print(f"distribute: no batch of {name} in {now - began:.0f} s: {what}", flush=True)
 
     threading.Thread(target=watch, daemon=True).start()
     return dataset
 
 
-def what_is_missing(dispatcher: str) -> str:
-    """Say what keeps batches from coming, as far as it can be seen from here; "" if nothing."""
+def look(dispatcher: str) -> tuple[str, list[str]]:
+    """Return what keeps batches from coming, as far as it can be seen, and the workers' addresses.
+
+    The former is "" if nothing does.
+    """
     host, _, port = dispatcher.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
-        if not workers_at(dispatcher):
-            return f"no worker has come to the dispatcher at {dispatcher}"
-        return ""
+        with grpc.insecure_channel(dispatcher) as channel:
+            ask = channel.unary_unary("/tensorflow.data.DispatcherService/GetWorkers")
+            said = ask(b"", timeout=5).decode("latin-1")  # a message with the workers' addresses
     except OSError as error:
-        return f"the dispatcher at {dispatcher} cannot be reached ({error})"
+        return f"the dispatcher at {dispatcher} cannot be reached ({error})", []
     except grpc.RpcError as error:
-        return f"what listens at {dispatcher} is no dispatcher ({error.details()})"
-
-
-def workers_at(dispatcher: str) -> list[str]:
-    """Return the addresses of the workers that a dispatcher knows; raise grpc.RpcError if none."""
-    with grpc.insecure_channel(dispatcher) as channel:
-        ask = channel.unary_unary("/tensorflow.data.DispatcherService/GetWorkers")
-        return sorted(re.findall(r"[\w.-]+:\d+", ask(b"", timeout=5).decode("latin-1")))
+        return (
+            f"what listens at {dispatcher} does not answer as a dispatcher ({error.details()})",
+            [],
+        )
+    workers = sorted(re.findall(r"[\w.-]+:\d+", said))
+    return "" if workers else f"no worker has come to the dispatcher at {dispatcher}", workers
