@@ -45,6 +45,7 @@ bench: $(environment) build/bench/packages/.ready ## measure on this machine, be
 	$(python) benchmarks/distribution.py || missed=1; \
 	PYTHONPATH=build/bench/packages $(python) benchmarks/pipeline.py || missed=1; \
 	$(python) benchmarks/cluster.py 1 || missed=1; \
+	$(python) benchmarks/environments.py || missed=1; \
 	exit $$missed
 
 # Not into .venv: nothing else needs them. What they need themselves is there already.

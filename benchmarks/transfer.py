@@ -9,6 +9,7 @@ are measured in turn, and the medians compared. benchmarks/README.md says more.
 """
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import socket
@@ -32,7 +33,7 @@ from common import (
     wait_until_idle,
     write_results,
 )
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from feed import RemoteDataset, as_is
 
@@ -40,6 +41,9 @@ SHAPES = "64 x 3 x 224 x 224 uint8", "64 x 3 x 224 x 224 float32"
 TINY = "1 x 4 float32"
 TIMES, SECONDS = 5, 2.0  # measured each time; of CPU time Linux tells hundredths of a second
 WARM_UP = 8, 0.25  # batches and seconds, at least: until nothing is left of what was held ready
+# Ways with a data host, and those without one that they are compared with.
+THERE = {"joined here": "no data host", "joined there": "no data host"}
+THERE |= {"stream there": "stream, no data host"}
 MOST = 1.1  # times the CPU time of the training process with torch's own workers
 
 
@@ -65,6 +69,16 @@ class Repeated(Dataset):
         return self.batch[index % len(self.batch)]
 
 
+class RepeatedStream(IterableDataset):
+    """The same samples, without end."""
+
+    def __init__(self, batch: torch.Tensor):
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return itertools.cycle(self.batch)
+
+
 # ------------------------------------------------------- ways: streams of batches
 
 
@@ -79,6 +93,15 @@ def joined_here(batch: torch.Tensor, num_workers: int) -> Iterator[torch.Tensor]
 def joined_there(batch: torch.Tensor, num_workers: int) -> Iterator[torch.Tensor]:
     dataset = RemoteDataset(Repeated(batch), collate_fn=default_collate)
     return iter(DataLoader(dataset, len(batch), num_workers=num_workers, collate_fn=as_is))
+
+
+def stream_here(batch: torch.Tensor, num_workers: int) -> Iterator[torch.Tensor]:
+    return iter(DataLoader(RepeatedStream(batch), len(batch), num_workers=num_workers))
+
+
+def stream_there(batch: torch.Tensor, num_workers: int) -> Iterator[torch.Tensor]:
+    dataset = RemoteDataset(RepeatedStream(batch))
+    return iter(DataLoader(dataset, len(batch), num_workers=num_workers))
 
 
 def raw_tcp(batch: torch.Tensor, core: int) -> Iterator[torch.Tensor]:
@@ -167,6 +190,7 @@ def warm_up(stream: Iterator[torch.Tensor]) -> None:
 def loaders(counts: tuple[int, ...], *kinds: Callable) -> dict[str, Callable]:
     """Return the ways of these kinds with so many workers of the DataLoader."""
     names = {local: "no data host", joined_here: "joined here", joined_there: "joined there"}
+    names |= {stream_here: "stream, no data host", stream_there: "stream there"}
     return {f"{names[k]}, {n}": partial(k, num_workers=n) for n in counts for k in kinds}
 
 
@@ -175,7 +199,7 @@ def main() -> None:
     data_core, *_, training_core = at_least_two_cores()
     os.sched_setaffinity(0, {training_core})
     results, missed = {}, []
-    names = loaders((1, 2), local, joined_here, joined_there)
+    names = loaders((1, 2), local, joined_here, joined_there, stream_here, stream_there)
     names |= {"raw TCP": partial(raw_tcp, core=data_core)}
     for shape in SHAPES:
         found = measure(shape, names, data_core)
@@ -185,20 +209,20 @@ def main() -> None:
         for name, way in found.items():
             parts = way.training_process, way.training_workers, way.front, way.host
             costs = [f"{median(part) / size:.2f}" for part in parts]
-            costs = costs if "joined" in name else [*costs[:2], "", ""]
+            costs = costs if name.split(",")[0] in THERE else [*costs[:2], "", ""]
             rows.append((name, f"{size * median(way.rate):.2f}", *costs))
         heads = "way, DataLoader's workers | GB/s | CPU s/GB: training process | its workers "
         table(heads + "| data host's process that sends | all of the data host", rows)
         for name, way in found.items():
-            if name.startswith("joined"):
-                own = found[f"no data host, {name[-1]}"].training_process
+            if own := THERE.get(name.split(",")[0]):
+                own = found[f"{own}, {name[-1]}"].training_process
                 ratio = median(way.training_process) / median(own)
                 print(f"{name}: the training process takes {ratio:.2f} of the CPU time that it")
                 print(f"takes without data hosts (target: {MOST} or less)", flush=True)
                 missed += [f"{shape}, {name}"] if ratio > MOST else []
         results[shape] = {name: vars(way) for name, way in found.items()}
 
-    found = measure(TINY, loaders((1, 2, 4), local, joined_here), data_core)
+    found = measure(TINY, loaders((1, 2, 4), local, joined_here, stream_there), data_core)
     print("\nBatches of one sample of 16 bytes:")
     rows = []
     for name, way in found.items():

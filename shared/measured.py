@@ -9,9 +9,11 @@ with this repository on PYTHONPATH also which clusters would be better, and a li
 `python -m shared.advisor --log FILE` and `--job NAME` read.
 
 While a batch is repeated the loader fills its buffers, and real steps after that would not wait: so
-what the buffers can hold is dropped before real steps. Filling them takes CPU time: so repeated
-steps are timed only once they are full. Ranks must change at the same step, so steps are counted,
-not timed. Batches are lost: what such a run trains is not to be used.
+what the buffers can hold is dropped before real steps. How much a tf.data.Dataset holds, nobody
+can say, and an AUTOTUNE buffer doubles whenever it has run full and then empty: of a Dataset, what
+comes within the time of some real steps is dropped, as what is ready comes at once. Filling buffers
+takes CPU time: so repeated steps are timed only once they are full. Ranks must change at the same
+step, so steps are counted, not timed. Batches are lost: what such a run trains is not to be used.
 """
 
 import atexit
@@ -25,13 +27,14 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from copy import copy
 from dataclasses import dataclass
 from http.client import HTTPException
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice, pairwise, takewhile
 from math import ceil, lcm, nan
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 MIN_CYCLES = 3
+MOST_CYCLES = 5  # of a tf.data.Dataset, whose AUTOTUNE buffers may double with each
 WORTH_PERCENT = 10  # where data costs less of each step, there is little to gain
 CPU_BOUND_PERCENT = 80  # while the CPUs are less busy, something else holds the job up
 NOTICE = "measured: this run is for measuring, as batches are dropped and repeated"
@@ -55,7 +58,8 @@ def measured(
         loader: The one that training takes its batches from.
         steps: Print after so many, for notebooks and programs that end with os._exit; it takes
             MIN_CYCLES cycles at least. From then on batches come as they are.
-        buffer: How many batches the loader can hold ready; DataLoaders say it themselves.
+        buffer: How many batches the loader can hold ready, where it is neither a DataLoader nor a
+            tf.data.Dataset, or a Dataset that holds over 40.
         accumulation: How many steps add up their gradients for one update of the weights.
         instance_type: Such as "ml.g5.xlarge", where neither SageMaker nor EC2 says it.
 
@@ -68,14 +72,14 @@ def measured(
         if workers and getattr(loader, "prefetch_factor", None):
             known = loader.prefetch_factor * workers + 2
         buffer = known if buffer is None else buffer
-        if buffer is None:
+        if buffer is None and not (hasattr(loader, "cardinality") and hasattr(loader, "repeat")):
             raise ValueError(
                 f"How many batches this {type(loader).__name__} can hold ready is not known: give "
                 "measured(loader, buffer=N), 0 if it prepares each batch when asked for it."
             )
-        if buffer < 0 or accumulation < 1:
+        if (buffer or 0) < 0 or accumulation < 1:
             raise ValueError("buffer must be 0 or more, and accumulation 1 or more")
-        workers = workers or buffer // 2
+        workers = workers or (8 if buffer is None else buffer // 2)
         loop = MeasuredLoop(loader, steps, buffer, workers, accumulation, instance_type)
         loop.reported = _rank() > 0  # known now: when the program ends the ranks may have parted
         _loops[id(loader)] = loop
@@ -90,7 +94,7 @@ class MeasuredLoop:
 
     loader: Any
     steps: int
-    buffer: int
+    buffer: int | None  # None: a tf.data.Dataset
     workers: int
     accumulation: int
     instance_type: str
@@ -100,6 +104,9 @@ class MeasuredLoop:
         unit = lcm(max(1, self.workers), self.accumulation)
         self.stretch = unit * ceil(max(10, 5 * self.workers) / unit)  # K
         self.settling = max(2, self.workers)  # untimed steps, in which all get in pace
+        if self.buffer is None:
+            most = 2 * MOST_CYCLES * (self.settling + self.stretch)
+            self.steps = min(self.steps or most, most)
         self.done = self.left = 0  # steps: in all, and still to be done in this epoch
         self.real: list[Stretch] = []
         self.repeated: list[Stretch] = []
@@ -109,12 +116,14 @@ class MeasuredLoop:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)
+        loader, least = self.loader, (self.buffer or 0) + self.settling + self.stretch
         try:
-            self.left = len(self.loader)
+            self.left = len(loader)
+            # Ranks may drop different numbers of batches, but must have the same number of steps.
+            loader = loader.repeat() if self.buffer is None else loader
         except TypeError:  # only its end says how long it is
             self.left = sys.maxsize
-        least = self.buffer + self.settling + self.stretch
+        batches = iter(loader)
         if self.left < least:  # the batches come as they are
             if not self.reported:
                 _say(f"measured: epochs of {self.left} batches are too short: it takes {least}")
@@ -123,14 +132,14 @@ class MeasuredLoop:
             return
         while not self.steps or self.done < self.steps or len(self.repeated) < MIN_CYCLES:
             if len(self.real) == len(self.repeated):
-                deque(islice(batches, self.buffer), maxlen=0)
+                self._drop(batches)
                 source, stretches = batches, self.real
             else:
                 source, stretches = map(_fresh, cycle(list(islice(batches, 1)))), self.repeated
-                (start, *_), (end, *_) = self.real[-1]
                 # The loader takes at most a real step's time for a batch, so this pause fills its
                 # buffers. No rank takes a step meanwhile.
-                time.sleep(self.buffer * (end - start) / self.stretch)
+                holds = self.stretch if self.buffer is None else self.buffer
+                time.sleep(holds * self._real_step())
             yield from self._steps(source, self.settling)
             sample, before = _sample(self.loader), self.done
             yield from self._steps(source, self.stretch)
@@ -139,6 +148,20 @@ class MeasuredLoop:
             stretches.append([sample, _sample(self.loader)])
         self.report()
         yield from self._steps(batches, self.left)
+
+    def _drop(self, batches: Iterator) -> None:
+        """Take what the loader has ready."""
+        if self.buffer is None:
+            end = time.perf_counter() + self.settling * self._real_step()
+            batches = takewhile(lambda _: time.perf_counter() < end, batches)
+        deque(islice(batches, self.buffer), maxlen=0)
+
+    def _real_step(self) -> float:
+        """Seconds of a step in the last stretch with real batches."""
+        if not self.real:
+            return 0.0
+        (start, *_), (end, *_) = self.real[-1]
+        return (end - start) / self.stretch
 
     def _steps(self, batches: Iterable, count: int) -> Iterator[Any]:
         for batch in islice(batches, min(count, self.left)):

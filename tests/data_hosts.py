@@ -22,7 +22,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 TESTS = Path(__file__).parent
 CODE = TESTS.parent / "pt.grpc.sagemaker" / "code"
@@ -142,6 +142,150 @@ class ByRank(Numbers):
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
+
+
+class Stream(IterableDataset):
+    """Shares its numbers out among the workers, and draws random numbers of everything."""
+
+    def __init__(self, length: int = SAMPLES, seconds: float = 0.0):
+        self.length, self.seconds, self.epoch = length, seconds, -1
+        self.generator, self.start = np.random.default_rng(0), 0
+
+    def __iter__(self) -> Iterator[dict]:
+        info = get_worker_info()
+        self.epoch += 1  # where the same object is iterated over again
+        worker, num_workers, seed = (info.id, info.num_workers, info.seed) if info else (0, 1, 0)
+        for number in range(self.start + worker, self.length, num_workers):
+            time.sleep(self.seconds)
+            drawn = random.random(), np.random.rand(), torch.rand(2), self.generator.random()
+            yield {"number": number, "drawn": drawn, "epoch": self.epoch, "seed": seed}
+
+
+class SizedStream(Stream):
+    """One that knows how long it is."""
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class RankStream(Stream):
+    """Shares its numbers out among the ranks, too."""
+
+    def __iter__(self) -> Iterator[tuple]:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        assert os.environ.get("RANK", "0") == str(rank)
+        for sample in super().__iter__():
+            if sample["number"] % ranks == rank:
+                yield sample["number"], rank, os.environ.get("PLACE", "")
+
+
+class Shifted(Stream):
+    """Has a number in memory that workers share, as Hugging Face's Datasets have their epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = torch.zeros(1).share_memory_()
+
+    def __iter__(self) -> Iterator[tuple]:
+        for sample in super().__iter__():
+            yield sample["number"], self.shift.clone(), random.random()
+
+
+def my_share(worker: int) -> None:
+    """As the page of torch on IterableDataset has it."""
+    info = get_worker_info()
+    info.dataset.start, info.dataset.length = 20 * worker, 20 * worker + 20
+    info.dataset.start -= worker  # what it does itself
+
+
+def crop(image: torch.Tensor) -> torch.Tensor:
+    """A transform with random numbers."""
+    x, y = torch.randint(10, (2,)).tolist()
+    return image[:, y : y + 24, x : x + 24].clone()
+
+
+def label_and_shade(sample: dict) -> tuple[int, float]:
+    """As a transform of wids."""
+    return sample[".cls"], np.asarray(sample[".jpg"]).mean()
+
+
+class TroubledStream(IterableDataset):
+    """Numbers, in whose place some raise, kill their process, last for ever, or can't travel."""
+
+    def __init__(self, *numbers: int):
+        self.numbers, self.generator = numbers, None
+
+    def __iter__(self) -> Iterator:
+        self.left = iter(self.numbers)
+        return self
+
+    def __next__(self) -> object:
+        number = next(self.left)
+        if number == BIG:
+            return lambda: 0
+        return Troubled()[number]
+
+
+def not_here() -> None:
+    raise OSError("this is for data hosts")
+
+
+class Unreadable:
+    def __reduce__(self) -> tuple:
+        return not_here, ()
+
+
+class OddStream(IterableDataset):
+    """Streams with something unusual, which one of the methods is about."""
+
+    def __init__(self, kind: str, file: Path | None = None):
+        self.kind, self.file = kind, file
+
+    def __iter__(self) -> Iterator:
+        return getattr(self, self.kind)()
+
+    def reuses_its_memory(self) -> Iterator[np.ndarray]:
+        buffer = np.zeros(2000, np.uint8)
+        for number in range(20):
+            buffer[:] = number
+            yield buffer
+
+    def is_as_long_as_a_file_says(self) -> Iterator[int]:
+        for number in range(int(self.file.read_text())):
+            time.sleep(0.01)
+            yield number
+
+    def has_something_open(self) -> Iterator[int]:
+        self.file.touch()
+        try:
+            for number in range(10**6):
+                time.sleep(0.01)
+                yield number
+        finally:
+            self.file.unlink()
+
+    def cannot_be_unpickled(self) -> Iterator[object]:
+        yield from (0, 1, Unreadable(), 3, 4)
+
+    def is_its_own_iterator(self) -> Iterator[int]:
+        self.numbers = iter(range(10**6))
+        return self
+
+    def __next__(self) -> int:
+        return next(self.numbers)
+
+
+class LargeStream(IterableDataset):
+    """Samples of 1 MB without end; a file tells how many there have been."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for number in range(10**9):
+            self.file.write_text(str(number))
+            yield np.full(1_000_000, number % 256, np.uint8)
 
 
 class Huge(Dataset):

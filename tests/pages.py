@@ -21,11 +21,15 @@ EXAMPLE, TENSORFLOW = ROOT / "pt.grpc.sagemaker", ROOT / "tf.data.service.sagema
 [LOCAL] = blocks_of(ROOT / "docs", "python", page="files.md")
 [MEASURED] = blocks_of(ROOT, "python")
 V3, ENTRY, V2, TORCHRUN = blocks_of(EXAMPLE, "python", "Your own training script")
+WEB_DATASET, HUGGING_FACE, TRAINER = blocks_of(EXAMPLE, "python", "Streams")
 # By what the first line of each says that it is for.
-CHECKPOINTS = {
-    re.match("# checkpoint: (.*)\n", block)[1]: block
-    for block in blocks_of(ROOT / "docs", "python", page="checkpoints.md")
-}
+CHECKPOINTS, STEPS = (
+    {
+        re.match(f"# {what}: (.*)\n", block)[1]: block
+        for block in blocks_of(ROOT / "docs", "python", page=page)
+    }
+    for what, page in (("checkpoint", "checkpoints.md"), ("steps", "steps.md"))
+)
 [DIFF] = blocks_of(ROOT, "diff")
 BEFORE, AFTER = ((EXAMPLE / name).read_text() for name in ("before.py", "after.py"))
 TF_FIT, TF_ENTRY, TF_V2, TF_RANKS, TF_MAP, TF_SERVE, TF_TORCH, TF_FOLDERS = blocks_of(
@@ -36,6 +40,7 @@ SOLUTIONS = re.findall(
     r"<details>.*?```python\n(.*?)```.*?</details>", (ROOT / "workshop.md").read_text(), re.S
 )
 PYTHON = {LOCAL, MEASURED, V3, ENTRY, V2, TORCHRUN, *CHECKPOINTS.values()}
+PYTHON |= {WEB_DATASET, HUGGING_FACE, TRAINER, *STEPS.values()}
 PYTHON |= {TF_FIT, TF_ENTRY, TF_V2, TF_RANKS, TF_MAP, TF_SERVE, TF_TORCH, TF_FOLDERS, *SOLUTIONS}
 
 # In place of feed/, and of the reader's own script:

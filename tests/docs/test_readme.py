@@ -1,6 +1,7 @@
 """The lines that README files and docs/ tell people to copy, run as they stand."""
 
 import difflib
+import io
 import os
 import re
 import shutil
@@ -11,8 +12,11 @@ from pathlib import Path
 
 import boto3
 import numpy as np
+import pyarrow
 import pytest
+import webdataset as wds
 from PIL import Image
+from pyarrow import parquet
 from sagemaker.core.training.configs import InputData
 
 from data_service import dispatcher_of, put_numbers
@@ -26,6 +30,7 @@ from pages import (
     DIFF,
     ENTRY,
     EXAMPLE,
+    HUGGING_FACE,
     LOCAL,
     MEASURED,
     MY_FUNCTIONS,
@@ -46,6 +51,7 @@ from pages import (
     V2_GIVEN,
     V2_TOLD,
     V3,
+    WEB_DATASET,
 )
 from sdk_v2 import request_of_sdk_v2
 
@@ -123,6 +129,102 @@ def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
         for lines in (told, before.split("\n")[:-1])
     )
     assert losses == pytest.approx(expected, abs=2e-3) and len({*losses}) == 3
+
+
+# A reader's script around README's lines, which prints who has prepared each rank's samples.
+STREAM = """
+import os
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from feed import RemoteDataset
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+folder, epochs = os.environ["SM_CHANNEL_TRAINING"], 2
+
+def host():
+    assert dist.get_rank() in (0, 1)  # on data hosts, too
+    return int(os.environ["HETERO_SERVE_AT"].split(":")[0].split(".")[-1])
+"""
+WITH_WEB_DATASET = """
+import webdataset as wds
+urls, samples = os.path.join(folder, "{00..31}.tar"), 4
+
+def augment(image):
+    assert image.shape == (3, 8, 8)
+    return image + host()
+
+LINES
+for epoch in range(epochs):
+    for images, labels in loader:
+        hosts = images[:, 0, 0, 0].round().int().tolist()
+        print(f"{rank=} {epoch=}", *zip(labels.tolist(), hosts), flush=True)
+dist.destroy_process_group()
+"""
+WITH_HUGGING_FACE = """
+from datasets import load_dataset
+from datasets.distributed import split_dataset_by_node
+files = sorted(os.path.join(folder, name) for name in os.listdir(folder))
+prepare = lambda row: {"host": host()}
+
+def train(batch):
+    print(f"{rank=} {epoch=}", *zip(batch["x"].tolist(), batch["host"].tolist()), flush=True)
+
+LINES
+dist.destroy_process_group()
+"""
+
+
+def files_of_tar(folder: Path) -> None:
+    for shard in range(32):
+        with wds.TarWriter(str(folder / f"{shard:02}.tar")) as writer:
+            for number in range(4 * shard, 4 * shard + 4):
+                file = io.BytesIO()
+                Image.new("RGB", (8, 8)).save(file, "PNG")
+                writer.write({"__key__": str(number), "jpg": file.getvalue(), "cls": number})
+
+
+def files_of_parquet(folder: Path) -> None:
+    for file in range(32):
+        table = pyarrow.table({"x": [*range(4 * file, 4 * file + 4)]})
+        parquet.write_table(table, folder / f"{file:02}.parquet")
+
+
+@pytest.mark.parametrize(
+    ("write", "script", "lines"),
+    [
+        (files_of_tar, WITH_WEB_DATASET, WEB_DATASET),
+        pytest.param(
+            *(files_of_parquet, WITH_HUGGING_FACE, HUGGING_FACE), marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_lines_for_streams(jobs: Jobs, tmp_path: Path, write, script, lines):
+    """In a job of two ranks and two data hosts: each sample once an epoch, prepared there."""
+    write(tmp_path)
+    bucket, s3 = write.__name__.replace("_", "-"), boto3.client("s3")
+    s3.create_bucket(Bucket=bucket)
+    for path in tmp_path.iterdir():
+        s3.upload_file(str(path), bucket, f"train/{path.name}")
+    files = texts_in(EXAMPLE / "code", "hetero", "feed")
+    files["train.py"] = STREAM + script.replace("LINES", lines)
+    job = jobs.run(
+        files,
+        "exec python -m hetero --spare-cores 0 --ranks 2 train.py",
+        {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)},
+        environment={"HETERO_TOKEN": "a secret"},
+        input_data_config=[InputData(channel_name="training", data_source=f"s3://{bucket}/train")],
+    )
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    log = "\n".join(jobs.log(job["TrainingJobName"]))
+    orders = set()
+    for epoch in range(2):
+        seen = re.findall(rf"rank=(\d) epoch={epoch} (.*)", log)
+        pairs = [pair for _, text in seen for pair in re.findall(r"\((\d+), (\d+)\)", text)]
+        assert sorted(int(number) for number, _ in pairs) == [*range(128)]
+        assert len({host for _, host in pairs}) == 2
+        orders.add((*(text for rank, text in seen if rank == "0"),))
+    assert len(orders) == 2
 
 
 @pytest.mark.thorough

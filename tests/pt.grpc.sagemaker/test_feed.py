@@ -30,6 +30,7 @@ from torch.utils.data import (
     RandomSampler,
     Subset,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from data_hosts import (
     CODE,
@@ -293,6 +294,9 @@ class Both(Endless):
     def __getitem__(self, index: int) -> int:
         return index
 
+    def __len__(self) -> int:
+        return 3
+
 
 def test_mistakes_are_answered(hosts, monkeypatch):
     monkeypatch.delenv("HETERO_TOKEN", raising=False)
@@ -300,12 +304,14 @@ def test_mistakes_are_answered(hosts, monkeypatch):
     there = remote(hosts, Numbers(), collate_fn=list)
     joined = {"batch_size": 7, "num_workers": 1}
     chain = functools.partial(ChainDataset, [])
+    pipe = IterableWrapper([1])
     for error, words, attempt in [
-        (TypeError, "Endless is no map-style Dataset", lambda: RemoteDataset(Endless())),
-        (TypeError, "Both is no map-style Dataset", lambda: RemoteDataset(Both())),
-        (TypeError, "int is no map-style Dataset", lambda: RemoteDataset(3)),
-        (TypeError, "ChainDataset is no map-style Dataset", lambda: remote(hosts, chain)),
-        (TypeError, "ChainDataset is no map-style Dataset", lambda: remote([], chain)),
+        (TypeError, "Both is both", lambda: RemoteDataset(Both())),
+        (TypeError, "IterableWrapper.* is a datapipe", lambda: RemoteDataset(pipe)),
+        (TypeError, "collate_fn is for map-style", lambda: RemoteDataset(Endless(), list)),
+        (TypeError, "int is no Dataset", lambda: RemoteDataset(3)),
+        (TypeError, "a callable has made ChainDataset", lambda: remote(hosts, chain)),
+        (TypeError, "a callable has made ChainDataset", lambda: remote([], chain)),
         (ValueError, "needs HETERO_TOKEN", lambda: RemoteDataset(Numbers())),
         (TypeError, "needs DataLoader.*collate_fn=as_is", lambda: DataLoader(there, **joined)),
         (TypeError, "needs DataLoader.*collate_fn=as_is", lambda: there),

@@ -23,13 +23,16 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     Sampler,
     Subset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from data_hosts import CODE, TESTS, TOKEN, DataHost, assert_same, free_port, up
 from feed import RemoteDataset
+from pages import TRAINER
 
 RANKS = 2
 RESULTS = Path("results")
@@ -340,6 +343,131 @@ def trainer(wrap: Wrap) -> Any:
     return whole, trained_on, list(again.model.state_dict().values())
 
 
+# Scripts with streams
+
+
+class Shares(IterableDataset):
+    """A stream that shares its numbers out among workers, and among ranks if it is told to.
+
+    A file has a line for each that is prepared, by the rank that asks.
+    """
+
+    def __init__(self, by_rank: bool):
+        self.by_rank = by_rank
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        info, numbers = get_worker_info(), Numbers(40)
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if self.by_rank else (0, 1)
+        start, step = rank * info.num_workers + info.id, ranks * info.num_workers
+        for index in range(start, 40, step):
+            with open(f"prepared-{'there' if is_there else 'here'}-{dist.get_rank()}", "a") as file:
+                print(index, file=file)
+            yield numbers[index]
+
+
+def prepared(rank: int) -> list[int]:
+    """What has been prepared for a rank since this was asked last."""
+    dist.barrier()
+    file = Path(f"prepared-{'there' if is_there else 'here'}-{rank}")
+    numbers = [*map(int, file.read_text().split())] if file.exists() else []
+    dist.barrier()
+    file.unlink(missing_ok=True)
+    dist.barrier()
+    return sorted(numbers)
+
+
+def everywhere(batches: list) -> list[int]:
+    """The numbers that all ranks have been trained on."""
+    mine = sorted(int(sample[0]) for features, _ in batches for sample in features)
+    all_of_them: list = [None] * dist.get_world_size()
+    dist.all_gather_object(all_of_them, mine)
+    return sorted(number for numbers in all_of_them for number in numbers)
+
+
+def accelerate_stream(wrap: Wrap) -> Any:
+    """accelerate's own ways with streams, and the one that has each rank prepare its own share."""
+    import accelerate
+
+    outcomes, all_numbers = [], [*range(40)]
+    for dispatches in (None, False):
+        ways = accelerate.DataLoaderConfiguration(dispatch_batches=dispatches)
+        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=ways)
+        loader = DataLoader(wrap(Shares(by_rank=False)), batch_size=4, num_workers=2)
+        outcomes.append([*accelerator.prepare(loader)])
+        # Some twice, as it evens out the batches.
+        assert {*everywhere(outcomes[-1])} == {*all_numbers}
+        by_rank = [prepared(rank) for rank in range(RANKS)]  # by default rank 1 asks in vain
+        assert by_rank[0] == all_numbers and (dispatches is None or by_rank[1] == all_numbers)
+    outcomes.append([*DataLoader(wrap(Shares(by_rank=True)), batch_size=4, num_workers=2)])
+    assert everywhere(outcomes[-1]) == all_numbers
+    assert sorted(prepared(0) + prepared(1)) == all_numbers
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    return outcomes
+
+
+def lightning_stream(wrap: Wrap) -> Any:
+    import lightning
+
+    seen = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = new_model()
+
+        def training_step(self, batch: list) -> torch.Tensor:
+            seen.append(batch)
+            return torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=RANKS, max_epochs=1, enable_checkpointing=False, **quiet
+    )
+    module = Module()
+    loader = DataLoader(wrap(Shares(by_rank=True)), batch_size=4, num_workers=2)
+    trainer.fit(module, loader)
+    assert everywhere(seen) == sorted(prepared(0) + prepared(1)) == [*range(40)]
+    return seen, list(module.model.state_dict().values())
+
+
+def trainer_stream(wrap: Wrap) -> Any:
+    import transformers
+
+    seen = []
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = new_model()
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict:
+            seen.append((x, labels))
+            return {"loss": torch.nn.functional.cross_entropy(self.model(x), labels)}
+
+    class Named(Shares):
+        def __iter__(self) -> Iterator[dict]:
+            for features, label in super().__iter__():
+                yield {"x": features, "labels": label}
+
+    arguments = transformers.TrainingArguments(
+        f"output-{is_there}",
+        max_steps=16,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    names = {"transformers": transformers, "DataLoader": DataLoader}
+    exec(TRAINER, names)
+    names["MyTrainer"](Model(), arguments, train_dataset=wrap(Named(by_rank=True))).train()
+    assert everywhere(seen) == sorted(prepared(0) + prepared(1)) == [*range(40)]
+    return seen
+
+
 # A rank
 
 
@@ -364,6 +492,7 @@ def main(names: list[str]) -> None:
 
 PLAIN = ["imagenet", "detection", "weighted", "mosaic", "rank", "beside"]
 FRAMEWORKS = ["accelerate", "lightning", "trainer"]
+FRAMEWORKS += ["accelerate_stream", "lightning_stream", "trainer_stream"]
 LIBRARY = "def double(value):\n    return value * 2\n"
 
 

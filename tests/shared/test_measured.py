@@ -1,5 +1,6 @@
 """measured.py: one run says what takes two jobs, on scripts that were not written for it."""
 
+import functools
 import http.server
 import itertools
 import json
@@ -34,7 +35,8 @@ def alone(monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(module, "_loops", {})
-    monkeypatch.setattr(module.atexit, "register", lambda report: None)
+    # Not for others: h5py, which TensorFlow imports, would crash at the end of the process.
+    monkeypatch.setattr(module, "atexit", SimpleNamespace(register=lambda report: None))
     yield
     torch.set_num_threads(threads)
 
@@ -122,6 +124,69 @@ def test_batches_that_got_ready_meanwhile_would_hide_the_wait(clock, capsys, mon
     monkeypatch.setattr(module, "deque", lambda batches, maxlen: None)  # it drops nothing
     wrong = simulate(clock, capsys, loaders[1])
     assert wrong["step_ms"] < 0.5 * found["step_ms"]
+
+
+class SimulatedDataset:
+    """Prefetches as tf.data does with AUTOTUNE: twice as much when it was full, and is empty."""
+
+    cardinality = None  # a tf.data.Dataset has it
+
+    def __init__(self, clock, seconds, length=None, holds=1):
+        self.clock, self.seconds, self.length, self.holds = clock, seconds, length, holds
+
+    def __len__(self):
+        if self.length is None:
+            raise TypeError
+        return self.length
+
+    def repeat(self):
+        return SimulatedDataset(self.clock, self.seconds)
+
+    def __iter__(self):
+        ready, was_full = [self.clock.now + self.seconds], False  # when each batch is
+        for number in range(self.length or sys.maxsize):
+            if ready[0] > self.clock.now:
+                self.holds *= 1 + was_full
+                was_full = False
+            elif len(ready) == self.holds and ready[-1] <= self.clock.now:
+                was_full = True
+            self.clock.now = max(self.clock.now, ready[0])
+            last = max(ready[-1], self.clock.now)
+            del ready[0]
+            while len(ready) < self.holds:
+                last += self.seconds
+                ready.append(last)
+            yield {"number": number}
+
+
+@pytest.mark.parametrize("holds", [1, 30])
+@pytest.mark.parametrize("share", [0.3, 0.8, 1.0, 1.2, 4.0])
+def test_finds_both_step_times_whatever_a_dataset_holds(clock, capsys, share, holds):
+    dataset = SimulatedDataset(clock, 0.1 * share, holds=holds)
+    loop = measured(dataset)
+    for _ in loop:  # it ends by itself, as the buffer would soon hold more than the pauses fill
+        clock.now += 0.1
+        if loop.reported:
+            break
+    found = numbers(capsys.readouterr().out)
+    assert len(loop.real) == len(loop.repeated) == module.MOST_CYCLES
+    assert found["step_ms"] == pytest.approx(100 * max(1, share), rel=0.02)
+    assert found["accelerator_ms"] == pytest.approx(100)
+
+
+def test_no_number_says_what_a_dataset_holds(clock, capsys):
+    """Given one, it sees batches that got ready before."""
+    dataset = SimulatedDataset(clock, 0.13)
+    for _ in itertools.islice(measured(dataset, 200, buffer=2), 300):
+        clock.now += 0.1
+    assert numbers(capsys.readouterr().out)["step_ms"] < 115 and dataset.holds > 2
+
+
+def test_an_epoch_of_a_dataset_keeps_its_length(clock):
+    """Else ranks, which drop as much as the time allows them, would not end it at the same step."""
+    dataset = SimulatedDataset(clock, 0.01, length=60)
+    assert [len(train(clock, measured(dataset), 0.1)) for _ in range(3)] == [60] * 3
+    assert len(module._loops[id(dataset)].real) > 1
 
 
 def kinds(clock, loader, seconds: float, epochs: int = 1, **settings) -> list[bool]:
@@ -456,6 +521,47 @@ def test_pytorch_script_as_two_jobs_find_it(capsys, workers, data, step):
         found = numbers(capsys.readouterr().out)
         step_ms = train_mnist(MNIST, loader(40), step)
         if close(found, step_ms, train_mnist(MNIST, OneBatch(loader(1)), step)):
+            return
+    pytest.fail(capsys.readouterr().out)
+
+
+def pipeline(data: float, kind: str):
+    """A tf.data.Dataset that makes a batch in so many seconds."""
+    import tensorflow as tf
+    from tensorflow.python.data.experimental.ops import testing  # its sleep takes no CPU time
+
+    dataset = tf.data.Dataset.from_tensors([1.0]).repeat()
+    if kind == "parallel":  # up to four at a time, as cores allow
+
+        def slowly(x):
+            time.sleep(4 * data)
+            return x
+
+        function = functools.partial(tf.numpy_function, slowly, Tout=tf.float32)
+        return dataset.map(lambda x: function([x]), num_parallel_calls=4).prefetch(1)
+    return dataset.apply(testing.sleep(int(1e6 * data))).prefetch(tf.data.AUTOTUNE)
+
+
+@pytest.mark.parametrize(
+    "data, step, kind", [(0.03, 0.015, ""), (0.02, 0.012, "parallel"), (0.005, 0.03, "")]
+)
+def test_tensorflow_loop_as_two_jobs_find_it(capsys, data, step, kind):
+    def step_ms(batches) -> float:
+        ends = []
+        for _ in batches:
+            time.sleep(step)
+            ends.append(time.perf_counter())
+        return 1000 * (ends[-1] - ends[19]) / (len(ends) - 20)
+
+    for _ in range(8):  # a machine may be too busy even for that, now and then
+        loop = measured(pipeline(data, kind), 144)
+        for _ in loop:
+            time.sleep(step)
+            if loop.reported:
+                break
+        found = numbers(capsys.readouterr().out)
+        plain, one = pipeline(data, kind), pipeline(data, kind).take(1).cache().repeat()
+        if close(found, step_ms(plain.take(60)), step_ms(one.take(60))):
             return
     pytest.fail(capsys.readouterr().out)
 

@@ -4,6 +4,7 @@
 
 remote.py   the line: RemoteDataset; source.py: where its samples come from
 epochs.py   which batch it is asked for: what torch's DataLoader knows of it
+streams.py  the same line for an IterableDataset; iterate.py: its iterator, on a data host
 fetch.py    which data host is asked for what; host.py: one of them
 samples.py  how samples are prepared, with which random numbers
 travel.py   how the Dataset travels to the data hosts

@@ -17,8 +17,8 @@ class Asked(NamedTuple):
     """What the DataLoader that is asking knows."""
 
     seed: int  # torch draws it for each epoch; persistent workers keep their first epoch's
-    batch: int  # its number in the epoch
-    fetcher: Any  # a new object for each epoch, also in persistent workers
+    batch: int  # its number in the epoch; of a stream's first ones it says nothing
+    fetcher: Any  # a new object for each epoch, also in persistent workers; None: not there yet
     worker_init_fn: Callable | None
     num_workers: int
 
@@ -34,10 +34,9 @@ def asked_for() -> Asked | None:
         caller = here.get("self")
         if isinstance(caller, _BaseDatasetFetcher):
             fetcher = caller
-        elif {"base_seed", "idx", "init_fn", "num_workers"} <= here.keys():  # in a worker process
-            return Asked(
-                here["base_seed"], here["idx"], fetcher, here["init_fn"], here["num_workers"]
-            )
+        elif {"base_seed", "init_fn", "num_workers", "worker_id"} <= here.keys():  # in a worker
+            batch = here.get("idx", -1)
+            return Asked(here["base_seed"], batch, fetcher, here["init_fn"], here["num_workers"])
         elif fetcher and hasattr(caller, "_base_seed"):  # a DataLoader without workers
             return Asked(caller._base_seed, caller._num_yielded, fetcher, None, 0)
         frame = frame.f_back

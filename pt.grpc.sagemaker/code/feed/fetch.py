@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,12 +109,16 @@ class Fetcher:
             return tasks[0].samples
         return [sample for task in tasks for sample in task.samples]
 
-    def wait_for_host(self) -> None:
-        """Wait until a host has the Dataset, and at first a moment more for the others."""
+    def wait_for_host(self, failed: float = 0.0, others: float = GRACE_SECONDS) -> None:
+        """Wait until a host has the Dataset, and at first some seconds more for the others.
+
+        failed, others: how many for hosts that have failed, and for those that have not.
+        """
         self.since = time.monotonic()
-        while not (ready := self.ready()) or (
-            time.monotonic() < self.used_at + GRACE_SECONDS
-            and not all(host in ready or host.failure for host in self.hosts)
+        while not (ready := self.ready()) or any(
+            time.monotonic() < self.used_at + (failed if host.failure else others)
+            for host in self.hosts
+            if host not in ready
         ):
             self.take()
 
@@ -180,12 +184,7 @@ class Fetcher:
         if isinstance(result, Lost):
             task.due = 0.0
             if why := str(result):
-                self.greeted_at[host] = time.monotonic() + PAUSE_SECONDS
-                host.workers = 0
-                if not host.failure:
-                    host.failure = why
-                    text = f"data host {host.address} failed ({why}): it is asked again, and others"
-                    print(f"feed: {text}", flush=True)
+                self.lose(host, why)
         elif isinstance(result, BaseException):
             if not task.is_over:
                 raise result
@@ -197,14 +196,23 @@ class Fetcher:
                 self.check(host.address, about)
             host.workers, host.failure = workers, ""
 
+    def lose(self, host: DataHost, why: str) -> None:
+        """Take it that a host has failed, and ask it again after a pause."""
+        self.greeted_at[host] = time.monotonic() + PAUSE_SECONDS
+        host.workers = 0
+        if not host.failure:
+            host.failure = why
+            text = f"data host {host.address} failed ({why}): it is asked again, and others"
+            print(f"feed: {text}", flush=True)
+
     def rest(self) -> None:
         """End all calls of this process, and wait until none of its threads is in gRPC."""
         if self.process == os.getpid():
-            while self.running:  # a thread may be about to open one more
-                for host in self.hosts:
+            while self.running or any(host.open for host in self.hosts):
+                for host in self.hosts:  # a thread may be about to open one more
                     for call in [*host.open]:
                         call.cancel()
-                wait([*self.running], timeout=0.1)
+                time.sleep(0.01)
 
 
 fetchers: "weakref.WeakSet[Fetcher]" = weakref.WeakSet()

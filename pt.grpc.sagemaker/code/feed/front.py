@@ -13,10 +13,11 @@ from typing import Any
 
 from feed import wire
 from feed.samples import as_error
-from feed.wire import RAISED, READY, UNKNOWN, WAITING, messages
-from feed.worker import Worker, new_process
+from feed.wire import DIED, RAISED, READY, UNKNOWN, WAITING, messages
+from feed.worker import CHUNK_SECONDS, Worker, new_process
 
 ATTEMPTS = 3  # at a chunk, and at a worker's start, over which processes end
+END_SECONDS = 5.0  # for a stream's process, once nobody reads it
 BEAT_SECONDS = 5  # between two replies that say that something is waited for
 MOST_DATASETS, MOST_MEMORY = 32, 0.4  # that are kept; share of the memory, by their pickles' size
 
@@ -52,18 +53,27 @@ class Front:
         for _ in range(workers):
             threading.Thread(target=self.mind_workers, daemon=True).start()
 
-    def ask(self, request: bytes, context: Any) -> Iterator[bytes]:
+    def ask(
+        self, request: bytes, context: Any, epochs: Iterator[bytes] | None = None
+    ) -> Iterator[bytes]:
         """Answer a call of Ask."""
         nonce, digest = wire.verify(self.token, context.invocation_metadata())
         if hashlib.sha256(request).digest() != digest:
             raise ValueError("the request is not what its metadata announce")
-        for reply, frames in self.answer(messages.Request.FromString(request), context.is_active):
+        asked = messages.Request.FromString(request)
+        for reply, frames in self.answer(asked, context.is_active, epochs):
             reply.workers, reply.calls = self.workers, self.calls
             yield wire.seal(self.token, nonce, reply)
             while frames:
                 yield frames.popleft()
 
-    def answer(self, asked: Any, is_wanted: Callable[[], bool]) -> Iterator[tuple[Any, deque]]:
+    def run(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Answer a call of Run."""
+        yield from self.ask(next(requests), context, requests)
+
+    def answer(
+        self, asked: Any, is_wanted: Callable[[], bool], epochs: Iterator[bytes] | None
+    ) -> Iterator[tuple[Any, deque]]:
         """Yield Replies and their frames: WAITING every few seconds, until the last one."""
         copy = self.copies.get(asked.dataset) or Copy(UNKNOWN)
         if copy.state == UNKNOWN and self.deaths[asked.dataset] >= ATTEMPTS:
@@ -77,8 +87,11 @@ class Front:
         answer: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         with self.lock:
             copy.calls, copy.used_at, self.calls = copy.calls + 1, time.monotonic(), self.calls + 1
-        self.tasks.put((asked.dataset, copy, asked.chunk, is_wanted, answer))
         try:
+            if epochs:
+                yield from self.run_stream(asked, copy, epochs, is_wanted)
+                return
+            self.tasks.put((asked.dataset, copy, asked.chunk, is_wanted, answer))
             while is_wanted():
                 try:
                     yield answer.get(timeout=BEAT_SECONDS)
@@ -88,6 +101,32 @@ class Front:
         finally:
             with self.lock:
                 copy.calls, self.calls = copy.calls - 1, self.calls - 1
+
+    def run_stream(
+        self, asked: Any, copy: Copy, epochs: Iterator[bytes], is_wanted: Callable[[], bool]
+    ) -> Iterator[tuple[Any, deque]]:
+        """Yield what a process of its own sends; it ends with the call."""
+        worker = None
+        try:
+            worker = Worker(copy.holder, CHUNK_SECONDS)
+            worker.connection.send_bytes(asked.chunk)
+            threading.Thread(target=worker.pass_on, args=(epochs,), daemon=True).start()
+            while is_wanted():
+                if worker.connection.poll(BEAT_SECONDS):
+                    yield worker.receive()
+                else:
+                    yield messages.Reply(state=WAITING), deque()
+        except (OSError, EOFError) as error:
+            if worker and worker.is_over:
+                return
+            how = worker.end(error) if worker else "cannot start"
+            print(f"feed: the process of a stream {how}", flush=True)
+            if not copy.is_held():
+                self.drop(asked.dataset, copy, has_died=True)
+            yield messages.Reply(state=DIED, value=how.encode()), deque()
+        finally:
+            if worker:
+                worker.end(seconds=END_SECONDS)
 
     def mind_workers(self) -> None:
         """In a thread: have chunks prepared one after the other, by a worker for each Dataset."""

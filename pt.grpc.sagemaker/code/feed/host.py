@@ -4,6 +4,7 @@ import hashlib
 import math
 import os
 import pickle
+import queue
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import grpc
 import torch.distributed as dist
 
 from feed import wire
+from feed.iterate import Stream
 from feed.samples import Chunk, raised_again
 
 CHANNEL_OPTIONS = [
@@ -127,20 +129,45 @@ class DataHost:
 
     def ask(self, digest: bytes, chunk: Chunk | None, calls: list) -> tuple[Any, grpc.Call]:
         """Ask it, wait, and return its Reply, and the call, whose frames may follow."""
-        pickled = pickle.dumps(chunk) if chunk else b""
-        request = wire.messages.Request(dataset=digest, chunk=pickled).SerializeToString()
-        nonce, metadata = wire.sign(self.token, hashlib.sha256(request).digest())
+        request, nonce, metadata = self.signed(digest, chunk)
         ask = self.channel.unary_stream(f"/{wire.SERVICE}/Ask")
         call = self.opened(ask(request, metadata=metadata))
         calls.append(call)
+        for reply in self.replies(call, nonce):
+            if reply.state == wire.RAISED:
+                raise self.raised(reply.value)
+            if reply.state != wire.WAITING or not chunk:
+                return reply, call
+
+    def open_stream(
+        self, digest: bytes, stream: Stream, epochs: queue.SimpleQueue
+    ) -> tuple[grpc.Call, Iterator[Any]]:
+        """Have it run a stream; return the call and its Replies.
+
+        epochs: one more begins for each b"" in it; None: no more will come.
+        """
+        request, nonce, metadata = self.signed(digest, stream)
+        epochs.put(request)
+        run = self.channel.stream_stream(f"/{wire.SERVICE}/Run")
+        call = self.opened(run(iter(epochs.get, None), metadata=metadata))
+        return call, self.replies(call, nonce)
+
+    def signed(self, digest: bytes, asked: Any) -> tuple[bytes, bytes, list]:
+        """Return a Request, and the nonce and the metadata of its call."""
+        pickled = pickle.dumps(asked) if asked else b""
+        request = wire.messages.Request(dataset=digest, chunk=pickled).SerializeToString()
+        return request, *wire.sign(self.token, hashlib.sha256(request).digest())
+
+    def replies(self, call: grpc.Call, nonce: bytes) -> Iterator[Any]:
+        """Yield the Replies of a call, between which frames may be taken from it."""
         while True:
             reply = self.result(lambda: wire.unseal(self.token, nonce, next(call, b"")))
             self.heard_at = time.monotonic()
-            if reply.state == wire.RAISED:
-                value = self.result(wire.decode, reply, call)
-                raise raised_again(f"on data host {self.address}", *value)
-            if reply.state != wire.WAITING or not chunk:
-                return reply, call
+            yield reply
+
+    def raised(self, value: bytes) -> Exception:
+        """Return what the Dataset has raised there."""
+        return raised_again(f"on data host {self.address}", *pickle.loads(value))
 
     def opened(self, call: Any) -> Any:
         """Remember a call until it has ended."""

@@ -10,17 +10,20 @@ its batch, and waits for them. Without data hosts the same samples are prepared 
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset
 
 from feed.epochs import asked_for
 from feed.samples import check_is_map_style
-from feed.source import Source, as_is
+from feed.source import Source, Wrapper, as_is
+from feed.streams import stream_of
 
 __all__ = ["RemoteDataset", "as_is"]
 
 
-class RemoteDataset(Dataset):
-    """A map-style Dataset, prepared by the data hosts that HETERO_DATA_HOSTS names.
+class RemoteDataset(Wrapper):
+    """A Dataset, prepared by the data hosts that HETERO_DATA_HOSTS names.
+
+    An IterableDataset becomes a RemoteStream: see streams.py. The rest is of map-style ones.
 
     dataset: travels there as it is when a DataLoader worker starts (without workers: when an epoch
     does). Or a callable that returns it, which is called there only, in each worker process.
@@ -28,9 +31,16 @@ class RemoteDataset(Dataset):
     word from any data host after which getting samples raises ConnectionError.
 
     Any other attribute that is read or set is the Dataset's. What it raises there is raised here,
-    as by torch's own workers. Raises TypeError for a Dataset that is not map-style, and later for
-    one that cannot be pickled; PermissionError when a data host has another HETERO_TOKEN.
+    as by torch's own workers. Raises TypeError for what is no Dataset, and later for one that
+    cannot be pickled; PermissionError when a data host has another HETERO_TOKEN.
     """
+
+    def __new__(cls, dataset: Any = None, *args: Any, **options: Any) -> Any:
+        if isinstance(dataset, Wrapper):
+            raise TypeError("it is a RemoteDataset already")
+        if isinstance(dataset, IterableDataset):  # which torch, too, tells by its class
+            return stream_of(dataset, *args, **options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -51,15 +61,6 @@ class RemoteDataset(Dataset):
         """
         self._source.first_batch = number
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_source":
-            raise AttributeError(name)
-        return getattr(self._source.to_reach(name), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._source.to_reach(name), name, value)
-        self._source.is_changed = not get_worker_info()
-
     def __len__(self) -> int:
         return self._source.length()
 
@@ -68,9 +69,3 @@ class RemoteDataset(Dataset):
 
     def __getitems__(self, indices: list) -> Any:
         return self._source.get(list(indices), asked_for(), is_batch=True)
-
-    def __getstate__(self) -> dict:
-        return {"_source": self._source}
-
-    def __setstate__(self, state: dict) -> None:
-        object.__setattr__(self, "_source", state["_source"])

@@ -40,10 +40,17 @@ def chunk_of(indices: list) -> Chunk:
 
 
 def check_is_map_style(dataset: Any) -> None:
-    """Raise TypeError if it is not: only its own process can step through an IterableDataset."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        name = type(dataset).__name__
-        raise TypeError(f"{name} is no map-style Dataset, with __getitem__ and __len__")
+    """Raise TypeError if it is not."""
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"a callable has made {name}: give RemoteDataset that IterableDataset itself"
+        )
+    if not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"{name} is no Dataset: neither map-style, with __getitem__ and __len__, nor an "
+            "IterableDataset"
+        )
 
 
 def make(given: Callable) -> Any:

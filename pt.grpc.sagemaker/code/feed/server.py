@@ -67,6 +67,7 @@ def serve(its: socket.socket, main: socket.socket, address: str, token: str, wor
     )
     methods = {
         "Ask": grpc.unary_stream_rpc_method_handler(front.ask),
+        "Run": grpc.stream_stream_rpc_method_handler(front.run),
         "Upload": grpc.stream_unary_rpc_method_handler(front.upload),
     }
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(wire.SERVICE, methods)])

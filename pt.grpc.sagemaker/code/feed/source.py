@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
-from feed.epochs import Asked
+from feed.epochs import Asked, asked_for
 from feed.fetch import Fetcher
 from feed.samples import Chunk, differ, make, prepare, undisturbed
 from feed.travel import Digest, dump, frames, frames_of, generators_of, paths_beside_script
@@ -58,12 +58,14 @@ class Source:
     def begin_process(self) -> None:
         """Forget what belongs to the process that this one was forked from."""
         if self.process != os.getpid():
-            self.inherited = self.__dict__.get("fetcher")  # to free it would touch gRPC's state
+            # What it has of gRPC's must not be freed here.
+            self.inherited = self.__dict__.get("fetcher"), self.__dict__.get("stream")
             self.process, self.fetcher = os.getpid(), None
             self.is_changed, self.was_reached = True, False
             self.dataset = self.given if self.is_made else None
             self.generators: list = []
             self.seen = self.batch = None  # the fetcher of the epoch, and what it asked for last
+            self.stream, self.is_kept = None, False  # of an IterableDataset; see connect
             self.epoch = self.place = -1
             self.noticed, self.pickled_init_fn = set(), b""
             if get_worker_info() and (parent := multiprocessing.parent_process()):
@@ -78,8 +80,8 @@ class Source:
                 "Give RemoteDataset the Dataset itself, or keep what you need of it elsewhere"
             )
         self.begin_process()
-        if self.hosts and get_worker_info() and not self.fetcher:  # from a worker_init_fn
-            self.connect(keep=True)  # which may change it
+        if self.hosts and get_worker_info() and not self.fetcher and not asked_for().fetcher:
+            self.connect(keep=True)  # it is a worker_init_fn that asks, which may change it
         self.was_reached = True
         return self.given
 
@@ -121,17 +123,8 @@ class Source:
                 "RemoteDataset(collate_fn=...) needs DataLoader(dataset, batch_size=..., "
                 "collate_fn=as_is)"
             )
-        ranks = self.look_around()
-        if asked and world_size() > 1 and not Source.were_together:
-            raise RuntimeError(
-                f"WORLD_SIZE is {world_size()}, but torch.distributed has a process group of "
-                f"{ranks[1] if ranks else 1} here, so each rank would train alone, on all samples. "
-                "Before the first batch call init_process_group(), or what your framework has for "
-                "it: README's table of scripts names it. If this is what you want, or something "
-                "else keeps the ranks in step, remove WORLD_SIZE from os.environ"
-            )
-        known = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
-        chunk = Chunk(seed, number, self.place, indices, ranks, known, self.init_fn(asked))
+        asking = self.ranks_of(asked), ranks_in_environment(), self.init_fn(asked)
+        chunk = Chunk(seed, number, self.place, indices, *asking)
         self.place += len(indices)
         if not self.hosts:
             dataset = self.made()
@@ -146,12 +139,30 @@ class Source:
         self.notice(is_batch, is_divisible, asked)
         return self.fetcher.fetch(chunk, is_divisible, asked.num_workers if asked else 1)
 
+    def ranks_of(self, asked: Asked | None) -> tuple[int, int] | None:
+        """Return rank and world size, as `look_around`; raise RuntimeError if ranks are alone."""
+        ranks = self.look_around()
+        if asked and world_size() > 1 and not Source.were_together:
+            raise RuntimeError(
+                f"WORLD_SIZE is {world_size()}, but torch.distributed has a process group of "
+                f"{ranks[1] if ranks else 1} here, so each rank would train alone, on all samples. "
+                "Before the first batch call init_process_group(), or what your framework has for "
+                "it: README's table of scripts names it. If this is what you want, or something "
+                "else keeps the ranks in step, remove WORLD_SIZE from os.environ"
+            )
+        return ranks
+
     def init_fn(self, asked: Asked | None) -> bytes:
         """Return the worker_init_fn, pickled; not with the Dataset, as ranks may have their own."""
         if asked and asked.worker_init_fn and self.hosts and not self.pickled_init_fn:
             file = io.BytesIO()
             dump(file, worker_init_fn=asked.worker_init_fn)
             self.pickled_init_fn = file.getvalue()
+            if b"RemoteDataset" in self.pickled_init_fn or b"RemoteStream" in self.pickled_init_fn:
+                raise TypeError(
+                    "worker_init_fn uses the RemoteDataset, but is called on data hosts: let it "
+                    "take the Dataset from get_worker_info().dataset"
+                )
             if (size := len(self.pickled_init_fn)) > MOST_INIT_FN:
                 raise ValueError(
                     f"worker_init_fn takes {size / 1e6:.0f} MB along, with each request: let it be "
@@ -205,6 +216,7 @@ class Source:
         upload = (lambda: frames_of(file)) if file else (lambda: frames(write))
         self.fetcher.use(what, digest.sha256.digest(), upload)
         self.is_changed = self.was_reached = False
+        self.is_kept |= keep
 
     def check(self, address: str, about: tuple) -> None:
         """Raise ValueError if a host's Dataset is another one than that of the others."""
@@ -230,6 +242,35 @@ class Source:
         if text and text not in self.noticed and (not info or info.id == 0):
             self.noticed.add(text)
             print(f"feed: {text}", flush=True)
+
+
+class Wrapper(Dataset):
+    """What stands in a Dataset's place: all attributes but its own ones are the Dataset's."""
+
+    _source: Source
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_source":
+            raise AttributeError(name)
+        return getattr(self._source.to_reach(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._source.to_reach(name), name, value)
+        self._source.is_changed = not get_worker_info()
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._source.to_reach(name), name)
+        self._source.is_changed = not get_worker_info()
+
+    def __getstate__(self) -> dict:
+        return {"_source": self._source}
+
+    def __setstate__(self, state: dict) -> None:
+        object.__setattr__(self, "_source", state["_source"])
+
+
+def ranks_in_environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
 
 
 def world_size() -> int:

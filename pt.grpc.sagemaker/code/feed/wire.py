@@ -9,6 +9,7 @@ imported, so that the messages' classes are those of the protobuf that is instal
 
 import hashlib
 import hmac
+import math
 import os
 import pickle
 import subprocess
@@ -38,7 +39,7 @@ def _compile(name: str) -> SimpleNamespace:
 
 
 messages = _compile("dataset_feed.proto")
-READY, UNKNOWN, WAITING, RAISED = range(4)  # the proto's State
+READY, UNKNOWN, WAITING, RAISED, DIED = range(5)  # the proto's State
 
 SERVICE, METADATA_KEY = "dataset_feed.DatasetFeed", "feed-bin"
 FRAME = 1 << 20  # bytes in one message
@@ -152,7 +153,12 @@ def encode(value: Any) -> tuple[bytes, list[memoryview]]:
 
 
 def decode(reply: Any, frames: Iterator[bytes]) -> Any:
-    """Return the samples of a Reply, in memory of their own, filled with the frames.
+    """Return the samples of a Reply, in memory of their own, filled with the frames."""
+    return pickle.loads(reply.value, buffers=parts_of(reply, frames))
+
+
+def parts_of(reply: Any, frames: Iterator[bytes]) -> list[np.ndarray]:
+    """Return the memory that belongs to a Reply, filled with the frames.
 
     Raises BrokenReply when the frames are not as many bytes as the Reply says.
     """
@@ -168,10 +174,12 @@ def decode(reply: Any, frames: Iterator[bytes]) -> Any:
         at += len(frame)
     if at < len(memory):
         raise BrokenReply("fewer bytes than announced")
-    buffers = [
-        memory[start : start + size] for start, size in zip(starts, reply.sizes, strict=False)
-    ]
-    return pickle.loads(reply.value, buffers=buffers)
+    return [memory[start : start + size] for start, size in zip(starts, reply.sizes, strict=False)]
+
+
+def frames_after(reply: Any) -> int:
+    """Return how many frames follow a Reply, where more may come after them."""
+    return math.ceil(sum(size + -size % ALIGNMENT for size in reply.sizes) / FRAME)
 
 
 def aligned(size: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import ctypes
 import gc
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -21,12 +22,13 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from feed.iterate import Stream, run
 from feed.samples import (
     as_error,
     begin,
@@ -129,6 +131,15 @@ def serve_chunks(
         generators = generators_of(dataset, collate_fn)
     except BaseException:
         problem = as_error()
+
+    def send(state: int, value: bytes, parts: list, seconds: float = 0.0) -> None:
+        sizes = [part.nbytes for part in parts]
+        connection.send((state, value, sizes, seconds))
+        for part in parts:
+            file.write(part)
+            file.write(bytes(-part.nbytes % ALIGNMENT))
+        file.flush()
+
     connection.send_bytes(b"ready")
     while True:
         request = connection.recv_bytes()
@@ -139,6 +150,8 @@ def serve_chunks(
             elif request:
                 chunk = pickle.loads(request)
                 set_ranks(chunk)
+                if isinstance(chunk, Stream):
+                    run(given, chunk, connection, send)
                 if chunk.init_fn not in init_fns:
                     [init_fn] = pickle.loads(chunk.init_fn)
                     init_fn(0)
@@ -149,12 +162,7 @@ def serve_chunks(
             state = RAISED if problem else READY
         except BaseException:  # libraries in Rust raise it, for one, and no Exception
             value = as_error()
-        sizes = [part.nbytes for part in parts]
-        connection.send((state, value, sizes, time.perf_counter() - started))
-        for part in parts:
-            file.write(part)
-            file.write(bytes(-part.nbytes % ALIGNMENT))
-        file.flush()
+        send(state, value, parts, time.perf_counter() - started)
         del parts
 
 
@@ -164,11 +172,11 @@ class Worker:
     Methods raise EOFError if it has died, BlockingIOError if nothing comes for too long.
     """
 
-    def __init__(self, holder: socket.socket):
-        self.pipe, self.pid = new_process(holder), 0
+    def __init__(self, holder: socket.socket, seconds: int = MAKING_SECONDS):
+        self.pipe, self.pid, self.is_over = new_process(holder), 0, False
         self.connection = Connection(os.dup(self.pipe.fileno()))
         try:
-            self.allow(MAKING_SECONDS)
+            self.allow(seconds)
             self.pid = self.connection.recv()
             self.connection.recv_bytes()
             self.allow(CHUNK_SECONDS)
@@ -184,6 +192,10 @@ class Worker:
     def prepare(self, chunk: bytes) -> tuple[Any, deque[bytes]]:
         """Return Reply and frames: all, so that no slow client keeps a worker busy."""
         self.connection.send_bytes(chunk)
+        return self.receive()
+
+    def receive(self) -> tuple[Any, deque[bytes]]:
+        """Return the next Reply and its frames."""
         state, value, sizes, seconds = self.connection.recv()
         left, frames = sum(size + -size % ALIGNMENT for size in sizes), deque()
         while left:
@@ -194,11 +206,27 @@ class Worker:
         reply = messages.Reply(state=state, value=value, sizes=sizes, seconds=seconds)
         return reply, frames
 
-    def end(self, error: Exception | None = None) -> str:
-        """Kill it, and return what has happened to it."""
-        if self.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+    def pass_on(self, epochs: Iterator[bytes]) -> None:
+        """In a thread: have it begin an epoch for each message, until the call ends."""
+        with contextlib.suppress(Exception):  # gRPC's, which says that it has ended, among them
+            for _ in epochs:
+                self.connection.send_bytes(b"")
+        self.is_over = True
+        with contextlib.suppress(OSError):  # it has been ended already
+            self.pipe.shutdown(socket.SHUT_RDWR)
+
+    def end(self, error: Exception | None = None, seconds: float = 0.0) -> str:
+        """Kill it, and return what has happened to it.
+
+        seconds: that it is given first to end by itself, for what its Dataset has open.
+        """
         self.connection.close()
         self.pipe.close()
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                process = os.pidfd_open(self.pid)
+                select.select([process], [], [], seconds)
+                os.close(process)
+                os.kill(self.pid, signal.SIGKILL)
+            self.pid = 0
         return "hangs" if isinstance(error, BlockingIOError) else "has died"

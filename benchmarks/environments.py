@@ -1,0 +1,74 @@
+"""How many environment steps a second does the example of docs/environments make?
+
+    .venv/bin/python benchmarks/environments.py
+
+Runs it as jobs on the local SageMaker, with one and with two environment hosts, each of which gets
+one core of this machine; the training shares one of them, as it waits while environments step.
+CartPole's step costs 0.01 ms. So there is also gymnasium's Acrobot, integrated in 50 steps instead
+of one, whose step costs 2 ms.
+"""
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from common import CODE, ROOT, table, write_results
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from jobs import Jobs, texts_in  # noqa: E402
+from shared import local_sagemaker  # noqa: E402
+
+ACROBOT = """
+import gymnasium
+from gymnasium.envs.classic_control import AcrobotEnv
+
+class FineAcrobot(AcrobotEnv):
+    dt = AcrobotEnv.dt / 50
+
+    def step(self, action):
+        for _ in range(49):
+            super().step(action)
+        return super().step(action)
+
+gymnasium.register("FineAcrobot-v0", FineAcrobot, max_episode_steps=500)
+"""
+
+
+def measure(jobs: Jobs, environment: str, hosts: int) -> list[float]:
+    """Run a job; return its environment steps per second, as the training prints them."""
+    files = {**texts_in(CODE, "hetero"), **texts_in(ROOT / "docs" / "environments")}
+    files["fine.py"] = ACROBOT
+    files["serve.py"] = files["serve.py"].replace("CartPole-v1", environment)
+    job = jobs.run(
+        files,
+        "exec python -m hetero --serve serve.py train.py",
+        {"data_group": ("ml.c5.xlarge", hosts), "dnn_group": ("ml.g5.xlarge", 1)},
+        environment={"HETERO_TOKEN": "a secret"},
+        max_runtime_seconds=600,
+    )
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    log = "\n".join(jobs.log(job["TrainingJobName"]))
+    return [float(number) for number in re.findall(r"env_steps_per_s=(\d+)", log)]
+
+
+def main() -> None:
+    """Measure; print medians of the jobs' lines, and how much more two hosts make."""
+    found, rows = {}, []
+    with (
+        local_sagemaker.start({"ml.c5.xlarge": 2, "ml.g5.xlarge": 1}) as local,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        jobs = Jobs(local.role, Path(folder))
+        for environment in ("CartPole-v1", "fine:FineAcrobot-v0"):
+            found[environment] = [measure(jobs, environment, hosts) for hosts in (1, 2)]
+            one, two = map(median, found[environment])
+            shown = [f"{median(n):.0f} ({min(n):.0f} to {max(n):.0f})" for n in found[environment]]
+            rows.append([environment, *shown, f"{two / one:.2f}"])
+    table("environment | steps/s, 1 host | 2 hosts | ratio", rows)
+    write_results("environments", found)
+
+
+if __name__ == "__main__":
+    main()

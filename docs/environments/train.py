@@ -1,0 +1,109 @@
+"""PPO, much as Spinning Up writes it, on environments that all hosts step at the same time."""
+
+import os
+import sys
+import time
+
+import grpc
+import gymnasium
+import numpy as np
+import torch
+from torch.distributions import Categorical
+from torch.nn import Linear, Sequential, Tanh
+
+from serve import ENVIRONMENT, OPTIONS
+
+SECONDS = 60  # after which a host that does not answer is lost
+UPDATES, STEPS, PASSES = 80, 32, 20
+GAMMA, LAMBDA, CLIP, LEARNING_RATE = 0.99, 0.95, 0.2, 2e-3
+
+
+class Host:
+    """A host, and a row for each of its environments: none while it is not there."""
+
+    def __init__(self, address: str):
+        self.address, self.rows = address, np.zeros((0, 3 + inputs), np.float32)
+        self.step = grpc.insecure_channel(address, OPTIONS).unary_unary("/environments/step")
+        self.ask(b"")
+
+    def ask(self, actions: bytes) -> None:
+        """Have the environments step; without actions only tell, as soon as the host is there."""
+        token = [("token", os.environ["HETERO_TOKEN"])]
+        self.reply = self.step.future(actions, SECONDS, token, wait_for_ready=not actions)
+
+    def take(self) -> np.ndarray:
+        """Wait for the rows; without a reply the host is lost, until it is there again."""
+        try:
+            self.rows = np.frombuffer(self.reply.result(), np.float32).reshape(-1, 3 + inputs)
+        except grpc.RpcError as error:
+            print(f"{self.address} is lost: {error.code().name}, {error.details()}", flush=True)
+            self.rows = self.rows[:0]
+            self.ask(b"")
+        return self.rows
+
+
+addresses = os.environ.get("HETERO_DATA_HOSTS")
+if not addresses or os.environ.get("WORLD_SIZE", "1") != "1":
+    sys.exit("train.py: error: it needs a data_group, and one rank: one training host, --ranks 1.")
+environment = gymnasium.make(ENVIRONMENT)  # for its spaces
+seen, done = environment.observation_space, environment.action_space
+if not isinstance(seen, gymnasium.spaces.Box) or not isinstance(done, gymnasium.spaces.Discrete):
+    sys.exit(f"train.py: error: its policy is for a Box and Discrete actions, not {seen}, {done}.")
+
+torch.manual_seed(0)
+torch.set_num_threads(1)  # the networks are small
+device, inputs = "cuda" if torch.cuda.is_available() else "cpu", int(np.prod(seen.shape))
+policy, value = (
+    Sequential(Linear(inputs, 64), Tanh(), Linear(64, 64), Tanh(), Linear(64, outputs)).to(device)
+    for outputs in (done.n, 1)
+)
+optimizer = torch.optim.Adam([*policy.parameters(), *value.parameters()], LEARNING_RATE)
+hosts, returns = [Host(a) for a in addresses.split(",")], []  # of the episodes that have ended
+for update in range(1, UPDATES + 1):
+    begin, waited, rollout = time.perf_counter(), 0.0, []
+    there = [h for h in hosts if len(h.rows) or h.reply.done() and len(h.take())]
+    while not there and time.perf_counter() < begin + SECONDS:  # at first, or if all are lost
+        time.sleep(1)
+        there = [h for h in hosts if len(h.take())]
+    there = there or sys.exit(f"train.py: error: no environments on {addresses}.")
+    rows = np.concatenate([host.rows for host in there])
+    ends = np.cumsum([len(host.rows) for host in there])
+    while len(rollout) < STEPS and len(rows) == ends[-1]:
+        observation = torch.from_numpy(rows[:, 3:]).to(device)
+        with torch.no_grad():
+            choice, estimate = Categorical(logits=policy(observation)), value(observation)[:, 0]
+        action = choice.sample()
+        asked = time.perf_counter()
+        for host, actions in zip(there, np.split(action.cpu().numpy(), ends), strict=False):
+            host.ask(actions.tobytes())
+        rows = np.concatenate([host.take() for host in there])
+        waited += time.perf_counter() - asked
+        reward, total, end = torch.from_numpy(rows[:, :3]).to(device).T
+        returns += total[end > 0].tolist()
+        rollout.append((observation, action, choice.log_prob(action), estimate, reward, 1 - end))
+    if len(rows) < ends[-1]:  # a host is lost: this rollout is left out
+        continue
+    observation, action, old, estimate, reward, on = map(torch.stack, zip(*rollout, strict=True))
+    following = value(torch.from_numpy(rows[:, 3:]).to(device))[:, 0].detach()
+    advantage, later = torch.zeros_like(reward), 0.0
+    for t in reversed(range(STEPS)):  # an episode that is cut off counts as ended
+        advantage[t] = later = (
+            reward[t] + on[t] * GAMMA * (following + LAMBDA * later) - estimate[t]
+        )
+        following = estimate[t]
+    target = advantage + estimate
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    for _ in range(PASSES):
+        choice = Categorical(logits=policy(observation))
+        ratio = (choice.log_prob(action) - old).exp()
+        gain = torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).mean()
+        error = (value(observation)[..., 0] - target).pow(2).mean()
+        optimizer.zero_grad()
+        (error / 2 - gain - 0.01 * choice.entropy().mean()).backward()
+        optimizer.step()
+    if update % 10 == 0:
+        ms = 1000 * (time.perf_counter() - begin)
+        told = f"environments={len(rows)} env_steps_per_s={1000 * STEPS * len(rows) / ms:.0f}"
+        told += f" step_time_ms={ms:.1f} data_wait_ms={1000 * waited:.1f}"
+        print(f"step={update} return={np.mean(returns[-50:]):.1f} {told}", flush=True)
+print(f"mean return: {np.mean(returns[:50]):.1f} at first, {np.mean(returns[-50:]):.1f} at last")
