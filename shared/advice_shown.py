@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from shared.prediction import NEAR_PERCENT
-from shared.verdict import ELSEWHERE, STAY, Advice, saving
+from shared.prediction import DATA_HOSTS, KNEE, KNEE_PERCENT, NEAR_PERCENT
+from shared.verdict import ELSEWHERE, STAY, Advice, saving, step_time
 
 if TYPE_CHECKING:  # imported in `plot`: python -m shared.advisor shall start quickly
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_LABELS = 8  # in the figure
-FORMULA = "step time = max(CPU work / (cores x speed), accelerator floor, network)"
+FORMULA = "step time = max(CPU work / (cores x speed), accelerator floor, network, ranks)"
 
 
 def as_text(advice: Advice) -> str:
@@ -58,6 +58,10 @@ def _tables(advice: Advice) -> tuple[pd.DataFrame, pd.DataFrame]:
     named = {name for cell in table["instances"] for name in cell.split() if "." in name}
     types = advice.types.loc[sorted(named)]
     shown = types[["cores", "ghz", "speed", "network_gbps", "usd_per_hour", "as_of"]].reset_index()
+    shown["ghz"] = [
+        f"{row.ghz:.1f}" + " base" * (row.clock == "base") for row in types.itertuples()
+    ]
+    shown["ghz"] = shown["ghz"].replace("nan", "-")
     shown.columns = ["type", "cores", "GHz", "speed", "Gbit/s", "USD per hour", "price as of"]
     measured = table["instances"].iloc[0]
     clusters = table.drop(columns=["kind", "data hosts"]).assign(
@@ -68,11 +72,20 @@ def _tables(advice: Advice) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def _notes(advice: Advice) -> list[str]:
     hidden = len(advice.candidates) - len(worth_a_look(advice))
+    types = advice.types[advice.types["usd_per_hour"].isna()]
+    hosts = types.index[types.index.str.match(DATA_HOSTS)]
+    families = ", ".join(dict.fromkeys(name.split(".")[1] for name in hosts))
+    lacks = (
+        f"left out: {families}, whose prices are not known; --refresh of shared.costs gets them."
+    )
     return [
-        "speed: ratio of sustained clocks; what newer cores do more per cycle is left out.",
+        "speed: ratio of clocks that can be compared; what newer cores do per cycle is left out.",
         "at least: the training hosts prepare data too; at most: the data hosts alone do.",
         f'frontier: none that is as fast is cheaper ("near": by {NEAR_PERCENT} % at most). '
         f"{hidden} of {len(advice.candidates)} are not shown.",
+        f"knee: CPUs and another limit are within {KNEE_PERCENT} %: the step time is exact to "
+        f"{KNEE}, as published runs show.",
+        *([lacks] if families else []),
     ]
 
 
@@ -83,21 +96,25 @@ def shortlist(advice: Advice) -> str:
     ]
     if advice.verdict not in (STAY, ELSEWHERE):
         others = worth_a_look(advice).iloc[1:].copy()  # without the measured cluster
+        named = advice.measured.instance_type
         others["other"] = others["instances"] != advice.recommended
         for _, row in others.sort_values(["other", "USD per 1,000 steps"]).head(3).iterrows():
             cost = f"USD {row['USD per 1,000 steps']:,.4f} per 1,000 steps, {saving(row)}"
-            lines.append(f"{row['instances']}: {row['step time (ms)']:,.1f} ms a step, {cost}")
+            if isnan(row["improvement (%)"]):
+                cost = f"what it costs is not known without a price of {named}"
+            lines.append(f"{row['instances']}: {step_time(row)}, {cost}")
     return "\n              ".join(lines)
 
 
 def worth_a_look(advice: Advice) -> pd.DataFrame:
     """Choose candidates to show: the measured cluster, scale-ups, and those with data hosts that
-    are on or near the frontier; where no floor makes a frontier, those with one data host.
+    are on or near the frontier; where no floor or price makes one, those with one data host.
 
     Of candidates as fast and as dear as each other, it is the one with the fewest data hosts.
     """
     table, floor_known = advice.candidates, not isnan(advice.measured.floor_ms)
-    chosen = table["frontier"] != "" if floor_known else table["data hosts"] == 1
+    has_frontier = floor_known and not isnan(advice.candidates["USD per hour"][0])
+    chosen = table["frontier"] != "" if has_frontier else table["data hosts"] == 1
     alike = table[["step time (ms)", "USD per 1,000 steps"]].round(6)
     fewest = ~alike.assign(n=table["data hosts"]).sort_values("n", kind="stable").duplicated(
         ["step time (ms)", "USD per 1,000 steps"]
@@ -143,11 +160,16 @@ def plot(
         title: Above the figure.
         note: Added to the small print, for instance "Measured on this machine.".
         runs: The cluster that is tried next, from `Advice.predict`: it gets a ring and a label.
+
+    Raises:
+        ValueError: the price of the instance is not known.
     """
     import matplotlib.pyplot as plt
 
     from shared.monitoring import COLOURS
 
+    if isnan(advice.candidates["USD per hour"][0]):
+        raise ValueError(f"No price of {advice.measured.instance_type} is known: no costs to draw.")
     x, y = "step time (ms)", "USD per 1,000 steps"
     table = advice.candidates[advice.candidates[x] <= advice.measured.step_ms]  # no use if slower
     fig, axes = plt.subplots(figsize=(11, 5.2), layout="constrained")

@@ -21,7 +21,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from shared.advice_shown import as_text, plot
 from shared.commands import reader_may_leave
-from shared.prediction import Measured, from_numbers, measure, needing, numbers_in
+from shared.prediction import RANK_GB_PER_S, Measured, from_numbers, measure, needing, numbers_in
 from shared.verdict import advise
 
 
@@ -40,6 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--cpu-percent", type=float, help="use of the CPUs, all together 100")
     add("--gpu-percent", type=float, help="use of the GPUs, all together 100")
     add("--mb-per-step", type=float, default=nan, help="prepared data of a step, in megabytes")
+    add("--rank-gb-per-s", type=float, default=RANK_GB_PER_S, help="what one rank takes in of it")
+    add("--kept-busy-percent", type=float, default=nan, help="use of all CPUs with data hosts")
     add("--data-hosts-only", action="store_true", help="with them, training hosts prepare no data")
     add("--cores", nargs="+", metavar="TYPE=N", help="for local jobs: cores of an instance here")
     add("--region", default="us-east-1", help="of the prices")
@@ -95,7 +97,8 @@ def _measured(args: argparse.Namespace) -> Measured:
         measured = Measured(instance_type, **given)
     else:
         measured = needing(instance_type, **given, region=args.region, as_of=args.as_of)
-    return replace(measured, mb_per_step=args.mb_per_step)
+    names = ("mb_per_step", "rank_gb_per_s", "kept_busy_percent")
+    return replace(measured, **{name: getattr(args, name) for name in names})
 
 
 def _read_log(path: str, instance_type: str | None, count: int | None) -> Measured:

@@ -2,22 +2,27 @@
 
     step time = max(CPU work / (cores x speed, added up over the hosts that prepare data),
                     accelerator floor,
-                    data of a step / network)
+                    data of a step / network,
+                    data of a step / (ranks x what a rank takes in))
 
 CPU work is what keeps the cores of the measured, homogeneous job for one step: step time x cores,
 in core-ms. (Cores are vCPUs on AWS.) The formula is for jobs whose CPUs are the limit, and assumes
-that other hosts' cores are kept as busy as the measured ones. The accelerator floor is the step
-time without data, which --data-mode synthetic measures. Network is Gbit/s of the training or of the
-data hosts, whichever is less; all of the data is taken to travel. There are two bounds:
+that other hosts' cores are kept as busy as the measured ones, unless a heterogeneous run has shown
+how busy they are: what is 80 % busy counts as 80 %. The accelerator floor is the step time without
+data, which --data-mode synthetic measures. Network is Gbit/s of the training or of the data hosts,
+whichever is less; all of the data is taken to travel. A rank for each GPU takes in what benchmarks/
+has measured, unless another figure is given. Where CPU work is within KNEE_PERCENT of the largest
+of the others, the step time is said to be exact to KNEE only. There are two bounds:
 
     at least: the training hosts go on preparing data beside the data hosts, as the examples'
               do. CPU work includes what the training itself needs of the CPUs.
     at most:  the data hosts alone prepare data, as without spare cores. CPU work is then without
               the share of the CPU time that the training takes, if the use without data is known.
 
-Speed is the ratio of the processors' sustained clocks in cores.csv, which are AWS's figures
+Speed is the ratio of the processors' clocks in cores.csv, which are AWS's figures
 (ProcessorInfo.SustainedClockSpeedInGhz of EC2's DescribeInstanceTypes), and 1 where one of them is
-not known. The work done per clock cycle differs by generation and is left out. Nothing is fitted.
+not known, or where one is a base clock and the other a turbo's: EC2 has the same processor with
+both. The work done per clock cycle differs by generation and is left out. Nothing is fitted.
 """
 
 import contextlib
@@ -38,6 +43,10 @@ if TYPE_CHECKING:
 
 NEAR_PERCENT = 5  # dearer than the cheapest that is as fast: still near the frontier
 MOST_DATA_HOSTS = 8
+RANK_GB_PER_S = 0.6  # benchmarks/README.md, transfer.py: float32, a core for a rank and its workers
+# What receiving takes of the training host's CPUs: from there, mean of uint8 and float32, and tiny.
+RECEIVE_MS_PER_MB, RECEIVE_MS_PER_BATCH = 1.6, 1.3
+KNEE_PERCENT, KNEE = 30, "±10 %"  # docs/when.md: what Cachew's published curves differ there
 NUMBERS = '{"measured": '  # with which measured.py's line begins
 DATA_HOSTS = r"ml\.[cmr]\d"  # AWS's names of families for computing, for all purposes, with memory
 
@@ -55,6 +64,8 @@ class Measured:
         gpu_percent: How busy the GPUs were, likewise.
         training_cpu_percent: How busy the CPUs were without data, likewise.
         mb_per_step: Prepared data of one step, all ranks together, in megabytes.
+        rank_gb_per_s: What one rank takes in, in gigabytes per second.
+        kept_busy_percent: How busy a heterogeneous run kept the CPUs of all its hosts, likewise.
         source: Where the numbers are from, for the reader.
 
     Raises:
@@ -69,15 +80,18 @@ class Measured:
     gpu_percent: float = nan
     training_cpu_percent: float = nan
     mb_per_step: float = nan
+    rank_gb_per_s: float = RANK_GB_PER_S
+    kept_busy_percent: float = nan
     source: str = ""
 
     def __post_init__(self) -> None:
         positive("step_ms", self.step_ms)
         positive("count", self.count)
-        for name in ("accelerator_ms", "mb_per_step"):
+        positive("rank_gb_per_s", self.rank_gb_per_s)
+        for name in ("accelerator_ms", "mb_per_step", "kept_busy_percent"):
             if not isnan(getattr(self, name)):
                 positive(name, getattr(self, name))
-        for name in ("cpu_percent", "gpu_percent", "training_cpu_percent"):
+        for name in ("cpu_percent", "gpu_percent", "training_cpu_percent", "kept_busy_percent"):
             value = getattr(self, name)
             if not (isnan(value) or 0 <= value <= 100):
                 raise ValueError(
@@ -98,15 +112,43 @@ class Measured:
         return self.accelerator_ms
 
     @property
+    def known_floor_ms(self) -> float:
+        """The same; 0 if it is not known."""
+        return 0.0 if isnan(self.floor_ms) else self.floor_ms
+
+    @property
+    def known_mb(self) -> float:
+        """Prepared data of one step in megabytes; 0 if it is not known."""
+        return 0.0 if isnan(self.mb_per_step) else self.mb_per_step
+
+    @property
+    def busy_percent(self) -> float:
+        """How busy the CPUs were; 100 if it is not known."""
+        return 100 if isnan(self.cpu_percent) else self.cpu_percent
+
+    @property
     def training_share(self) -> float:
         """What the training itself takes of the CPU time of a step; 0 if it is not known."""
         used = self.accelerator_ms * self.training_cpu_percent
-        in_all = self.step_ms * (100 if isnan(self.cpu_percent) else self.cpu_percent)
+        in_all = self.step_ms * self.busy_percent
         return 0.0 if isnan(used) or not in_all else min(1.0, used / in_all)
+
+    def taking_in_ms(self, gpus: int) -> float:
+        """Time in which the ranks take in a step's data; 0 if its amount is not known."""
+        return self.known_mb / (self.count * gpus * self.rank_gb_per_s)  # MB / GB/s = ms
+
+    def receiving_ms(self, gpus: int) -> float:
+        """CPU time in core-ms in which training hosts receive a step's data from data hosts.
+
+        It is of at least a batch for each rank, where the amount of data is not known.
+        """
+        return RECEIVE_MS_PER_MB * self.known_mb + RECEIVE_MS_PER_BATCH * self.count * gpus
 
     def cpu_work(self, cores: int) -> tuple[float, float]:
         """CPU work in core-ms on instances of so many cores: all of it, and that on data."""
         work = self.step_ms * self.count * cores
+        if not isnan(self.kept_busy_percent):
+            work *= self.busy_percent / self.kept_busy_percent
         return work, work * (1 - self.training_share)
 
 
@@ -122,7 +164,7 @@ def instance_types(
     as_of: str | None = None,
     cores: Mapping[str, int] | None = None,
 ) -> pd.DataFrame:
-    """Collect what is known of the instance types that have a price.
+    """Collect what is known of the instance types, with a price (nan: none is known) or without.
 
     Args:
         instance_type: The one that trains.
@@ -132,19 +174,20 @@ def instance_types(
             {instance type: cores here}. Only these types are there then, and equally fast.
 
     Returns:
-        One row per type: what `prices.Price` has, cores, ghz, speed, which is relative to
-        `instance_type`, and the day since when it is retired, or "". Of the retired ones only
-        those that are asked for are there.
+        One row per type: what `prices.Price` has, cores, ghz, their kind of clock, speed, which
+        is relative to `instance_type`, and the day since when it is retired, or "". Of the retired
+        ones only those that are asked for are there.
 
     Raises:
-        ValueError: it has no price, no GPU, or nobody says how many vCPUs.
+        ValueError: it is not known, has no GPU, or nobody says how many vCPUs.
     """
-    newest = {}
-    for name in {price.instance_type for price in prices.load() if price.region == region}:
+    known = prices.load()
+    newest = {price.instance_type: price for price in known if isnan(price.usd_per_hour)}
+    for name in {price.instance_type for price in known if price.region == region}:
         with contextlib.suppress(ValueError):  # not yet priced on that day
             newest[name] = prices.find(name, region, as_of)
-    for name in (instance_type, *(cores or {})):
-        newest[name] = prices.find(name, region, as_of)  # its error says what is known
+    for name in {instance_type, *(cores or {})} - newest.keys():
+        prices.find(name, region, as_of)  # its error says what is known
     types = pd.DataFrame(map(asdict, newest.values())).set_index("instance_type").sort_index()
     families = types.index.str.extract(r"^ml\.([^.]+)\.", expand=False)
     retired = _retired(as_of)
@@ -161,12 +204,15 @@ def instance_types(
     if cores is not None:
         if instance_type not in cores:
             raise ValueError(f"How many cores {instance_type} has here is not given, but others'.")
-        return types.loc[list(cores)].assign(cores=list(cores.values()), ghz=nan, speed=1.0)
-    clocks = pd.read_csv(Path(__file__).with_name("cores.csv"), index_col="instances")["ghz"]
-    names = types.index.str.removeprefix("ml.")
-    ghz = [clocks.get(name, clocks.get(name.split(".")[0], nan)) for name in names]
-    types = types.assign(cores=types["vcpus"], ghz=ghz)
-    speed = (types["ghz"] / types["ghz"][instance_type]).fillna(1.0)
+        alike = {"ghz": nan, "clock": "", "speed": 1.0}
+        return types.loc[list(cores)].assign(cores=list(cores.values()), **alike)
+    clocks = pd.read_csv(Path(__file__).with_name("cores.csv"), index_col="instances")
+    names = [name.removeprefix("ml.") for name in types.index]
+    names = [name if name in clocks.index else name.split(".")[0] for name in names]
+    found = clocks.reindex(names).set_index(types.index)
+    types = types.assign(cores=types["vcpus"], ghz=found["ghz"], clock=found["clock"].fillna(""))
+    alike = types["clock"] == types["clock"][instance_type]
+    speed = (types["ghz"] / types["ghz"][instance_type]).where(alike).fillna(1.0)
     return types.assign(speed=speed.round(3))  # as printed, so that it can be recomputed
 
 
@@ -185,23 +231,26 @@ def predict(measured: Measured, types: pd.DataFrame, data_hosts_only: bool = Fal
         data_hosts_only: Take the upper bound for the step time, else the lower one.
 
     Returns:
-        One row per cluster, the measured one first. Each type of data host has a row for 1, 2, ...
-        hosts, as long as one more is faster, up to MOST_DATA_HOSTS.
+        One row per cluster, the measured one first. Each type of data host that has a price has a
+        row for 1, 2, ... hosts, as long as one more is faster, up to MOST_DATA_HOSTS.
     """
     trainer = types.loc[measured.instance_type]
     work, _ = measured.cpu_work(trainer["cores"])
-    floor = 0.0 if isnan(measured.floor_ms) else measured.floor_ms
     trainers, step = {measured.instance_type: measured.count}, measured.step_ms
     capacity = f"{measured.count} x {trainer['cores']}"
-    rows = [_row(measured, types, "measured", trainers, capacity, step, step, step)]
+    rows = [_row(measured, types, "measured", trainers, capacity, (step, step), 0.0)]
     family = measured.instance_type.rsplit(".", 1)[0] + "."
     larger = (types["gpus"] == trainer["gpus"]) & (types["cores"] > trainer["cores"])
-    for name, kind in types[types.index.str.startswith(family) & larger].iterrows():
-        step = max(work / (measured.count * kind["cores"] * kind["speed"]), floor)
+    priced = types["usd_per_hour"].notna()
+    comparable = priced | isnan(trainer["usd_per_hour"])
+    of_family = types.index.str.startswith(family)
+    for name, kind in types[of_family & larger & comparable].iterrows():
+        step = work / (measured.count * kind["cores"] * kind["speed"])
         capacity = f"{measured.count} x {kind['cores']} x {kind['speed']:.3f}"
         larger_ones = {name: measured.count}
-        rows.append(_row(measured, types, "scale up", larger_ones, capacity, step, step, step))
-    for name in types[types.index.str.match(DATA_HOSTS) & (types["cores"] > 0)].index:
+        floor = measured.known_floor_ms
+        rows.append(_row(measured, types, "scale up", larger_ones, capacity, (step, step), floor))
+    for name in types[types.index.str.match(DATA_HOSTS) & priced & (types["cores"] > 0)].index:
         before = inf
         for count in range(1, MOST_DATA_HOSTS + 1):
             row = with_data_hosts(measured, types, name, count, data_hosts_only)
@@ -230,18 +279,16 @@ def with_data_hosts(
     """
     trainer, kind = types.loc[measured.instance_type], types.loc[data_type]
     work, data_work = measured.cpu_work(trainer["cores"])
-    floor = 0.0 if isnan(measured.floor_ms) else measured.floor_ms
-    megabits = 0.0 if isnan(measured.mb_per_step) else 8 * measured.mb_per_step
     gbps = min(measured.count * trainer["network_gbps"], count * kind["network_gbps"])
-    limit = max(floor, megabits / gbps)  # Mbit / Gbit/s = ms
+    taking_in = measured.taking_in_ms(trainer["gpus"])
+    network = 8 * measured.known_mb / gbps  # Mbit / Gbit/s = ms
+    limit = max(measured.known_floor_ms, network, taking_in)
     data_cores = count * kind["cores"] * kind["speed"]
-    low = max(work / (measured.count * trainer["cores"] + data_cores), limit)
-    high = max(data_work / data_cores, limit)
+    cpu = work / (measured.count * trainer["cores"] + data_cores), data_work / data_cores
     instances = {measured.instance_type: measured.count, data_type: count}
     capacity = f"{measured.count} x {trainer['cores']}"
     capacity += f" + {count} x {kind['cores']} x {kind['speed']:.3f}"
-    step = high if data_hosts_only else low
-    return _row(measured, types, "heterogeneous", instances, capacity, step, low, high)
+    return _row(measured, types, "heterogeneous", instances, capacity, cpu, limit, data_hosts_only)
 
 
 def _row(
@@ -250,11 +297,17 @@ def _row(
     kind: str,
     instances: dict[str, int],
     capacity: str,
-    step_ms: float,
-    low: float,
-    high: float,
+    cpu: tuple[float, float],
+    limit: float,
+    data_hosts_only: bool = False,
 ) -> dict[str, Any]:
-    """Describe one cluster: what it is, its step time in ms with both bounds, and its costs."""
+    """Describe one cluster: what it is, its step time in ms with both bounds, and its costs.
+
+    The bounds are of what the CPUs take, and `limit` is the largest of all other terms.
+    """
+    low, high = (max(ms, limit) for ms in cpu)
+    step_ms, cpu_ms = (high, cpu[1]) if data_hosts_only else (low, cpu[0])
+    at_knee = step_ms < min(cpu_ms, limit) * (1 + KNEE_PERCENT / 100)
     usd_per_hour = sum(types["usd_per_hour"][name] * n for name, n in instances.items())
     cost = usd_per_hour / 3600 * step_ms  # ms * 1,000 steps = s
     now = measured.count * types["usd_per_hour"][measured.instance_type] / 3600 * measured.step_ms
@@ -269,6 +322,7 @@ def _row(
         "USD per hour": usd_per_hour,
         "USD per 1,000 steps": cost,
         "improvement (%)": 100 * (1 - cost / now),
+        "knee": KNEE if at_knee else "",
     }
 
 

@@ -7,7 +7,8 @@ today's from AWS and keeps them for this user; `find` takes the newest one that 
 What an instance has is in the same rows, as AWS states it for the EC2 instance of the same name
 (DescribeInstanceTypes, as recorded in moto 5.2.5, moto/ec2/resources/instance_types.json.gz; p3,
 which is not in there, from the AWS News Blog's post on P3, infoq.cn/article/j629I8X512fg8tuKd6ke).
-A network of "Up to 10 Gigabit" is 10 here.
+A network of "Up to 10 Gigabit" is 10 here. Rows at the end, of types whose price we have not found,
+have that alone: their price is nan, and `find` does not know them.
 """
 
 import csv
@@ -18,6 +19,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields, replace
 from datetime import date, datetime, timezone
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,14 +35,14 @@ class Price:
 
     Attributes:
         instance_type: Such as "ml.g5.xlarge".
-        region: AWS region.
-        usd_per_hour: On-demand price of training in US dollars.
+        region: AWS region; "" without a price.
+        usd_per_hour: On-demand price of training in US dollars; nan if not known.
         vcpus: Number of vCPUs; 0 if not known.
-        gpus: Number of GPUs.
+        gpus: Number of GPUs, or of other accelerators.
         gpu: Name of the GPU; empty if there is none.
         memory_gib: Main memory; nan if not known, like the following.
         network_gbps: Network bandwidth in Gbit/s that AWS states.
-        as_of: ISO date on which the price was seen.
+        as_of: ISO date on which the price was seen; "" without one.
         source: Who says so.
     """
 
@@ -98,7 +100,7 @@ def find(instance_type: str, region: str = "us-east-1", as_of: str | None = None
         until = date.fromisoformat(as_of).isoformat() if as_of else date.max.isoformat()
     except ValueError:
         raise ValueError(f"as_of is {as_of!r}, but must be a date such as 2022-10-27.") from None
-    prices = load()
+    prices = [price for price in load() if not isnan(price.usd_per_hour)]
     more = (
         f"shared.costs.refresh_prices({region!r}), or python -m shared.costs --refresh {region}, "
         "gets what AWS has"

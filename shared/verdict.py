@@ -2,7 +2,8 @@
 
 AWS published it with the first edition of these examples: if the CPUs are not the limit, leave it;
 else take an instance of the same family with more vCPUs per GPU, if there is one; else add CPU
-instances; and think of preprocessing on the GPU (NVIDIA DALI). The numbers come from prediction.py.
+instances; and think of preprocessing on the GPU (NVIDIA DALI). Before CPU instances we ask whether
+to receive the data costs more than to prepare it. The numbers come from prediction.py.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,16 @@ from typing import Any
 import pandas as pd
 
 from shared.measured import CPU_BOUND_PERCENT, WORTH_PERCENT
-from shared.prediction import NEAR_PERCENT, Measured, instance_types, predict, with_data_hosts
+from shared.prediction import (
+    NEAR_PERCENT,
+    RANK_GB_PER_S,
+    RECEIVE_MS_PER_BATCH,
+    RECEIVE_MS_PER_MB,
+    Measured,
+    instance_types,
+    predict,
+    with_data_hosts,
+)
 
 STAY, SCALE_UP, GO = "stay", "scale up", "go heterogeneous"
 ELSEWHERE, ON_GPU = "look elsewhere", "preprocess on the GPU"
@@ -53,8 +63,8 @@ class Advice:
         """
         if data_type not in self.types.index:
             raise ValueError(
-                f"{data_type} is not among the types of this advice, whose prices (and, locally, "
-                f"cores) are known: {', '.join(self.types.index)}."
+                f"{data_type} is not among the types of this advice, whose cores are known: "
+                f"{', '.join(self.types.index)}."
             )
         return with_data_hosts(self.measured, self.types, data_type, count, self.data_hosts_only)
 
@@ -83,13 +93,13 @@ def advise(
             `prediction.instance_types`.
 
     Raises:
-        ValueError: the price of the instance is not known, or it has no GPU.
+        ValueError: the instance is not known, or it has no GPU.
     """
     types = instance_types(measured.instance_type, region, as_of, cores)
     table = predict(measured, types, data_hosts_only)
     inputs = _inputs(measured, types.loc[measured.instance_type])
     inputs["prices"] = f"SageMaker training on demand in {region}"
-    verdict, recommended, reasons = _judge(measured, table)
+    verdict, recommended, reasons = _judge(measured, types, table)
     if retired := types["retired"][measured.instance_type]:
         recommended = ""
         reasons.append(
@@ -99,7 +109,9 @@ def advise(
     return Advice(measured, verdict, recommended, reasons, inputs, data_hosts_only, types, table)
 
 
-def _judge(measured: Measured, table: pd.DataFrame) -> tuple[str, str, list[str]]:
+def _judge(
+    measured: Measured, types: pd.DataFrame, table: pd.DataFrame
+) -> tuple[str, str, list[str]]:
     """Go through the flowchart; return the verdict, what is recommended, and the reasons."""
     floor, reasons = measured.floor_ms, [f"{measured.source}."] if measured.source else []
     costs = 100 * (1 - floor / measured.step_ms)
@@ -128,20 +140,41 @@ def _judge(measured: Measured, table: pd.DataFrame) -> tuple[str, str, list[str]
 
     scale_ups = table[table["kind"] == "scale up"]
     heterogeneous = table[table["kind"] == "heterogeneous"]
-    pays = heterogeneous["improvement (%)"].max() > 0  # False if there are none
+    trainer = types.loc[measured.instance_type]
+    _, preparing = measured.cpu_work(trainer["cores"])
+    receiving = measured.receiving_ms(trainer["gpus"])
+    if receiving < preparing and isnan(trainer["usd_per_hour"]):
+        verdict, more = _without_price(measured, types, scale_ups, heterogeneous)
+        return verdict, "", [*reasons, *more]
+    cost = heterogeneous["USD per 1,000 steps"]
+    pays = heterogeneous["improvement (%)"].max() > 0 and receiving < preparing
     if scale_ups.empty:
         family = measured.instance_type.split(".")[1]
         reasons.append(f"No {family} in prices.csv has as many GPUs and more vCPUs.")
     else:
-        best = scale_ups.loc[scale_ups["USD per 1,000 steps"].idxmin()]
+        best = scale_ups.sort_values("USD per 1,000 steps").iloc[0]
         if best["improvement (%)"] > 0:
             reasons.append(f"A larger instance of the family does it: {_effect(best, measured)}.")
             if pays:
-                other = _effect(_simplest(heterogeneous), measured)
+                other = _effect(_simplest(heterogeneous, cost), measured)
                 reasons.append(f"Data hosts are the alternative, with more to set up: {other}.")
             return SCALE_UP, best["instances"], reasons
-        reasons.append(f"A larger instance does not pay: {_effect(best, measured)}.")
+        if_known = "might pay" if isnan(best["improvement (%)"]) else "does not pay"
+        reasons.append(f"A larger instance {if_known}: {_effect(best, measured)}.")
+    if receiving >= preparing:
+        reasons.append(
+            f"Data hosts make it slower: to receive the data of a step takes {receiving:,.1f} ms "
+            f"of the training hosts' CPU time ({RECEIVE_MS_PER_MB} for each MB and "
+            f"{RECEIVE_MS_PER_BATCH} for each rank's batch: benchmarks/README.md), to prepare it "
+            f"{preparing:,.1f}."
+        )
+        return STAY, "", reasons
     if not pays:
+        if heterogeneous["step time (ms)"].min() <= measured.taking_in_ms(trainer["gpus"]):
+            reasons.append(
+                "What the ranks take in is the limit: more workers for each DataLoader, uint8 "
+                "instead of float32, or --rank-gb-per-s, if yours take in more, may change that."
+            )
         reasons.append(
             "No data hosts make it cheaper. Preprocessing on the GPU (NVIDIA DALI) needs no other "
             "instances: it is the better way, if it has your operations."
@@ -149,7 +182,7 @@ def _judge(measured: Measured, table: pd.DataFrame) -> tuple[str, str, list[str]
         return ON_GPU, "", reasons
     if isnan(floor):
         return GO, "", [*reasons, "Data hosts pay, but how many cannot be said without the floor."]
-    best, now = _simplest(heterogeneous), table["USD per hour"][0]
+    best, now = _simplest(heterogeneous, cost), table["USD per hour"][0]
     reasons.append(f"Data hosts pay: {_effect(best, measured)}.")
     break_even = best["USD per hour"] / now * best["step time (ms)"] - floor
     reasons.append(
@@ -160,19 +193,54 @@ def _judge(measured: Measured, table: pd.DataFrame) -> tuple[str, str, list[str]
     return GO, best["instances"], reasons
 
 
-def _simplest(candidates: pd.DataFrame) -> pd.Series:
+def _without_price(
+    measured: Measured,
+    types: pd.DataFrame,
+    scale_ups: pd.DataFrame,
+    heterogeneous: pd.DataFrame,
+) -> tuple[str, list[str]]:
+    """Say from which price of the training instance on data hosts pay, as its own is not known."""
+    lacks = (
+        f"No price of {measured.instance_type} is known, so what any of this costs is not: "
+        "python -m shared.costs --refresh REGION gets it from AWS."
+    )
+    if not scale_ups.empty:
+        larger = ", ".join(scale_ups["instances"])
+        lacks += f" If its price allows, a larger instance of the family comes first: {larger}."
+    if isnan(measured.floor_ms):
+        return GO, [lacks, "How many data hosts it takes cannot be said without the floor."]
+    step = heterogeneous["step time (ms)"]
+    fastest = heterogeneous[step <= step.min() * (1 + NEAR_PERCENT / 100)]
+    names = fastest["instances"].str.split(" x ").str[-1]
+    hosts = fastest["data hosts"] * types["usd_per_hour"].loc[names].to_numpy()
+    best = _simplest(fastest, hosts)
+    saved = measured.step_ms / best["step time (ms)"] - 1
+    if saved <= 0:
+        return ON_GPU, [lacks, "No data hosts make it faster."]
+    enough = hosts[best.name] / saved / measured.count
+    pays = (
+        f"{_effect(best, measured)}, pays where one {measured.instance_type} costs more than USD "
+        f"{enough:,.2f} an hour."
+    )
+    return GO, [lacks, pays]
+
+
+def _simplest(candidates: pd.DataFrame, cost: pd.Series) -> pd.Series:
     """Pick the fewest hosts among those that are about as cheap as the cheapest."""
-    cost = candidates["USD per 1,000 steps"]
-    cheap = candidates[cost <= cost.min() * (1 + NEAR_PERCENT / 100)]
-    return cheap.sort_values(["data hosts", "USD per 1,000 steps"]).iloc[0]
+    cheap = candidates.assign(cost=cost)[cost <= cost.min() * (1 + NEAR_PERCENT / 100)]
+    return cheap.sort_values(["data hosts", "cost"]).iloc[0]
 
 
 def _effect(row: pd.Series, measured: Measured) -> str:
     """Describe a candidate in one clause."""
-    return (
-        f"{row['instances']}, {row['step time (ms)']:,.1f} ms a step, "
-        f"{measured.step_ms / row['step time (ms)']:.1f}x as fast, {saving(row)}"
-    )
+    text = f"{row['instances']}, {step_time(row)}, "
+    text += f"{measured.step_ms / row['step time (ms)']:.1f}x as fast"
+    return text if isnan(row["improvement (%)"]) else f"{text}, {saving(row)}"
+
+
+def step_time(row: pd.Series) -> str:
+    """Say how long a step of a candidate takes, and how exact that is at the knee."""
+    return f"{row['step time (ms)']:,.1f} ms a step" + f" ({row['knee']})" * bool(row["knee"])
 
 
 def saving(row: pd.Series) -> str:
@@ -200,8 +268,11 @@ def _inputs(measured: Measured, trainer: pd.Series) -> dict[str, str]:
         "accelerator floor": floor,
         "network": "not known, taken as no limit",
     }
+    cpu = measured.busy_percent
+    if not isnan(measured.kept_busy_percent):
+        kept = f" x {cpu:g} % / {measured.kept_busy_percent:g} %, how busy CPUs were and are kept"
+        inputs["CPU work"] += kept
     if measured.training_share:
-        cpu = 100 if isnan(measured.cpu_percent) else measured.cpu_percent
         inputs["on data only"] = (
             f"{data_work:,.0f} core-ms = {work:,.0f} core-ms x (1 - {measured.accelerator_ms:,.1f} "
             f"ms x {measured.training_cpu_percent:.1f} % / ({measured.step_ms:,.1f} ms x {cpu:.1f} "
@@ -209,4 +280,14 @@ def _inputs(measured: Measured, trainer: pd.Series) -> dict[str, str]:
         )
     if not isnan(measured.mb_per_step):
         inputs["network"] = f"{measured.mb_per_step:g} MB x 8 / Gbit/s, of whichever side has less"
+        ranks, each = measured.count * trainer["gpus"], measured.rank_gb_per_s
+        inputs["ranks"] = (
+            f"{measured.taking_in_ms(trainer['gpus']):,.1f} ms = {measured.mb_per_step:g} MB / "
+            f"({ranks} ranks x {each:g} GB/s), what one takes in"
+        )
+        if each == RANK_GB_PER_S:
+            inputs["ranks"] += (
+                " with its DataLoader's workers on one core (benchmarks/README.md); on more cores "
+                "it is more: --rank-gb-per-s"
+            )
     return inputs

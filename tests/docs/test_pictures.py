@@ -33,8 +33,8 @@ def test_checked_in_pictures_are_those_that_the_script_draws(tmp_path: Path):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "matplotlibrc").write_text("lines.linewidth: 9\nsavefig.bbox: tight\n")
     subprocess.run([sys.executable, "scripts/pictures.py"], cwd=tmp_path, check=True, timeout=120)
-    drawn = sorted(tmp_path.glob("*/images/*"))
-    for root, found in ((tmp_path, drawn), (ROOT, sorted(ROOT.glob("*/images/*")))):
+    drawn = sorted(tmp_path.glob("*/images/*.svg"))
+    for root, found in ((tmp_path, drawn), (ROOT, sorted(ROOT.glob("*/images/*.svg")))):
         assert [str(path.relative_to(root)) for path in found] == sorted(pictures.PICTURES)
     for path in drawn:
         name = path.relative_to(tmp_path)

@@ -27,8 +27,11 @@ PAGES = [
     for page in PAGES
     if not re.search(r"(^|/)(\.|build/)", str(page.relative_to(ROOT)))  # .venv, and what make makes
 ]
+WHEN = (ROOT / "docs" / "when.md").read_text()
 NO_CODE = ("text", "diff", "mermaid")
+FIGURE = re.search(r"\.venv/bin/python .* --figure \S*images/\S*png", WHEN)[0]
 NAMED = {
+    FIGURE: "overwrites a figure; tests/shared/test_advisor.py compares what it draws",
     "make demo": "runs the notebooks, which these tests run too (PyTorch's on less data)",
     "make test": "runs these tests",
     "make lab": "opens a browser; the notebooks in it are run by these tests",

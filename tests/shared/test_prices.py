@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from datetime import date
 
 import boto3
@@ -9,6 +10,7 @@ import pytest
 from botocore.stub import Stubber
 
 from shared import costs, prices
+from shared.local_sagemaker.cluster import INSTANCE_TYPES
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +24,39 @@ def test_every_price_of_the_snapshot_is_complete_and_appears_once():
     rows = prices.load()
     assert len({(row.instance_type, row.region, row.as_of) for row in rows}) == len(rows) > 100
     for row in rows:
-        assert row.usd_per_hour > 0 and row.vcpus > 0 and row.memory_gib > 0
+        assert row.vcpus > 0 and row.memory_gib > 0
         assert row.network_gbps >= 10 and bool(row.gpus) == bool(row.gpu)
-        assert len(row.source) > 20 and date.fromisoformat(row.as_of) >= date(2022, 10, 27)
+        assert len(row.source) > 20
+        if math.isnan(row.usd_per_hour):
+            assert (row.region, row.as_of) == ("", "") and "no price found" in row.source
+        else:
+            assert row.usd_per_hour > 0
+            assert date.fromisoformat(row.as_of) >= date(2022, 10, 27)
+
+
+def test_types_without_a_price_are_not_found_and_have_what_ec2_says_of_them():
+    rows = [row for row in prices.load() if math.isnan(row.usd_per_hour)]
+    assert {row.instance_type.split(".")[1] for row in rows} == {
+        *("g7", "g7e", "p5e", "p5en", "p6-b200", "p6-b300", "trn2", "c5n", "c8i", "m8i", "r8i")
+    }
+    for row in rows:
+        with pytest.raises(ValueError, match=f"No price of '{row.instance_type}' is known"):
+            prices.find(row.instance_type)
+        facts = INSTANCE_TYPES[row.instance_type.removeprefix("ml.")]
+        neuron = (facts.get("NeuronInfo") or {}).get("NeuronDevices")
+        accelerators = (facts.get("GpuInfo") or {}).get("Gpus") or neuron or []
+        assert row.gpus == sum(device["Count"] for device in accelerators)
+        assert row.vcpus == facts["VCpuInfo"]["DefaultVCpus"]
+        assert row.memory_gib == facts["MemoryInfo"]["SizeInMiB"] / 1024
+        assert row.network_gbps == prices._number(facts["NetworkInfo"]["NetworkPerformance"])
+
+
+def test_sagemaker_trains_on_no_graviton_and_on_none_of_amds_cpu_instances():
+    """As docs/limits.md says: names of families end with the processor's letter, g or a."""
+    model = boto3.client("sagemaker", region_name="us-east-1").meta.service_model
+    families = {name.split(".")[1] for name in model.shape_for("TrainingInstanceType").enum}
+    assert {"c6i", "c8i", "m7i-flex"} <= families
+    assert not [name for name in families if re.match(r"[cmr]\d[ag]", name)]
 
 
 def test_the_snapshot_has_only_types_that_training_jobs_may_use():
@@ -68,7 +100,7 @@ def test_newest_price_is_the_default_and_a_date_picks_an_older_one():
     [
         (
             ("ml.x9.large",),
-            r"No price of 'ml\.x9\.large' is known, only of the families ml\.c5, .*ml\.p5: "
+            r"No price of 'ml\.x9\.large' is known, only of the families ml\.c5, .*ml\.trn1: "
             r"shared\.costs\.refresh_prices\('us-east-1'\), or python -m shared\.costs --refresh",
         ),
         (

@@ -1,0 +1,204 @@
+"""The advisor on published runs that it was not made with: docs/when.md has the table.
+
+`before` is the formula as it was: clocks compared as EC2 lists them, no limit to what a rank takes
+in. Types stand for hosts of as many cores, by `cores`, where the hosts were not AWS's.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import nan
+
+import pytest
+
+from jobs import ROOT
+from shared import costs, prediction, verdict
+from shared.local_sagemaker.cluster import INSTANCE_TYPES
+from shared.prediction import KNEE, Measured
+
+IMAGE_MB = 224 * 224 * 3 * 4 / 1e6  # float32
+# Epochs in s by workers, read off the plots to 5 s; the last is the accelerators' limit.
+CACHEW = {
+    1: {1: 1735, 2: 873, 3: 647, 4: 550, 5: 510, 6: 500, 8: 495},
+    2: {1: 1437, 2: 697, 3: 430, 4: 388, 5: 392, 6: 391},
+}
+RAY_IMAGES = {0: 753, 1: 1233, 5: 1711, 10: 1764}  # per s by data hosts; the last is the limit
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run with data hosts, and what was measured without; `unit` is "s" or "/s"."""
+
+    name: str
+    alone: Measured
+    cores: dict[str, float] | None
+    hosts: int
+    measured: float
+    unit: str
+    unseen: str
+    only: bool = False
+    clocks: float = 1.0  # of a data host by the training host's, as EC2 lists them
+    samples: int = 1  # a step
+
+    def predicts(self) -> tuple[dict, str]:
+        """What is predicted for these data hosts now, and the verdict."""
+        advice = verdict.advise(self.alone, data_hosts_only=self.only, cores=self.cores)
+        data_type = list(self.cores)[1] if self.cores else "ml.m5.4xlarge"
+        return advice.predict(data_type, self.hosts), advice.verdict
+
+    def predicted_before(self) -> dict:
+        """What was predicted for them before."""
+        trainer = self.alone.instance_type
+        cores = self.cores or {trainer: 16, "ml.m5.4xlarge": 16}
+        cores = {k: n if k == trainer else n * self.clocks for k, n in cores.items()}
+        alone = replace(self.alone, mb_per_step=nan)
+        return replace(self, alone=alone, cores=cores).predicts()[0]
+
+    def error(self, row: dict) -> float:
+        """Of the predicted step time, in percent."""
+        measured = step_ms(self.measured, self.unit, self.samples)
+        return 100 * (row["step time (ms)"] / measured - 1)
+
+    def shown(self, row: dict) -> str:
+        """The predicted figure in the unit of the measured one."""
+        seconds = row["step time (ms)"] / 1000
+        return f"{seconds if self.unit == 's' else self.samples / seconds:,.0f}"
+
+    def line(self) -> str:
+        """Its line of the table."""
+        before, (now, said) = self.predicted_before(), self.predicts()
+        cells = [self.name, self.hosts, f"{self.measured:,.0f} {self.unit}", self.shown(before)]
+        cells += [f"{self.error(before):+.0f} %"]
+        if said == verdict.STAY:
+            cells += ["stay", ""]
+        else:
+            cells += [f"{self.shown(now)} {now['knee']}".strip(), f"{self.error(now):+.0f} %"]
+        return f"| {' | '.join(map(str, [*cells, self.unseen]))} |"
+
+
+def step_ms(value: float, unit: str, samples: int = 1) -> float:
+    """A step is an epoch, or so many samples."""
+    return 1000 * value if unit == "s" else 1000 * samples / value
+
+
+def clock(name: str) -> float:
+    """As EC2 lists it."""
+    return INSTANCE_TYPES[name]["ProcessorInfo"]["SustainedClockSpeedInGhz"]
+
+
+def runs() -> Iterator[Run]:
+    """All of the table, in its order."""
+    cores = {"ml.g5.xlarge": 1, "ml.c5.18xlarge": 1}
+    for number, epochs in CACHEW.items():
+        floor = 1000 * min(epochs.values())
+        alone = Measured("ml.g5.xlarge", 1000 * epochs[1], accelerator_ms=floor)
+        for hosts in range(2, 7):
+            name, seconds = f"Cachew, run {number}", epochs[hosts]
+            yield Run(name, alone, cores, hosts, seconds, "s", "no: ±10 %", only=True)
+    cores = {"ml.g4dn.12xlarge": 48, "ml.m5.4xlarge": 16}  # r6i.4xlarge has 16 too
+    clocks = clock("r6i.4xlarge") / clock("g4dn.12xlarge")
+    samples = 4 * 4 * 32  # a batch for each GPU
+    for name, before, after in [("JPEG", 5695, 7383), ("Parquet", 9717, 10893)]:
+        alone = Measured("ml.g4dn.12xlarge", step_ms(before, "/s", samples), count=4)
+        settings = {"clocks": clocks, "samples": samples}
+        yield Run(f"Ray, {name}", alone, cores, 4, after, "/s", "no: clocks", **settings)
+    batch = 32 * IMAGE_MB
+    alone = Measured(
+        "ml.g4dn.4xlarge",
+        step_ms(RAY_IMAGES[0], "/s", 32),
+        mb_per_step=batch,
+        rank_gb_per_s=RAY_IMAGES[10] * IMAGE_MB / 1000,
+    )
+    settings = {"clocks": clock("m5.4xlarge") / clock("g4dn.4xlarge"), "samples": 32}
+    for hosts, unseen in {1: "no: clocks", 5: "no: ranks", 10: "no: gives ranks"}.items():
+        measured = RAY_IMAGES[hosts]
+        yield Run("Ray, images", alone, None, hosts, measured, "/s", unseen, **settings)
+    cores = {"ml.g5.xlarge": 8, "ml.c5.18xlarge": 32}
+    for name, before, after, only, unseen in [
+        ("ASR", 105.703, 498.927, False, "yes"),
+        ("CV-tf", 434.717, 947.678, True, "yes"),
+        ("SSD-tf", 72.198, 32.128, True, "yes"),
+        ("NLP-tf", 6230.336, 2045.847, True, "no: receiving"),
+    ]:
+        alone = Measured("ml.g5.xlarge", step_ms(before, "/s"))
+        yield Run(f"cedar, {name}", alone, cores, 1, after, "/s", unseen, only)
+
+
+def test_the_table_is_what_the_advisor_says():
+    text = (ROOT / "docs" / "when.md").read_text()
+    lines = [line for line in text.splitlines() if re.match(r"\| (Cachew|Ray|cedar),", line)]
+    assert lines == [run.line() for run in runs()]
+
+
+def test_the_knee_is_where_the_formula_is_off():
+    """By 11 % in Cachew's curves, and elsewhere on them by less than 4 %."""
+    errors = {KNEE: [], "": []}
+    for run in runs():
+        if run.name.startswith("Cachew"):
+            row, _ = run.predicts()
+            errors[row["knee"]].append(abs(run.error(row)))
+    assert 10 < max(errors[KNEE]) < 12 and max(errors[""]) < 4
+
+
+def test_what_a_rank_takes_in_and_receives_is_what_was_measured():
+    """As benchmarks/README.md has it for transfer.py."""
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    float32 = text[text.index("| float32: no data host, 1") :]
+    uint8 = text[text.index("| uint8: no data host, 1") :]
+    rows = [
+        re.search(r"\| joined here, 2 \| (.*) \|", part)[1].split(" | ")
+        for part in (float32, uint8)
+    ]
+    assert round(float(rows[0][0]), 1) == prediction.RANK_GB_PER_S
+    seconds = [float(row[1]) + float(row[2]) for row in rows]  # CPU s/GB: the process, its workers
+    assert round(sum(seconds) / 2, 1) == prediction.RECEIVE_MS_PER_MB
+    tiny = re.search(r"\| joined here, 2 \| 722 \| ([\d.]+) \| ([\d.]+) \|", text).groups()
+    assert round(sum(map(float, tiny)), 1) == prediction.RECEIVE_MS_PER_BATCH
+
+
+def test_ranks_limit_the_step_as_the_network_does():
+    known = {"accelerator_ms": 10, "mb_per_step": 960}
+    cores = {"ml.p4d.24xlarge": 1, "ml.c5.18xlarge": 99}
+    for each, limit in [(0.6, 200), (0.75, 160), (6, 960 * 8 / 50)]:  # 8 ranks; 2 x 25 Gbit/s
+        measured = Measured("ml.p4d.24xlarge", 1000, **known, rank_gb_per_s=each)
+        found = verdict.advise(measured, cores=cores).predict("ml.c5.18xlarge", 2)
+        assert found["step time (ms)"] == pytest.approx(limit)
+        two = replace(measured, count=2)  # of which each has ranks of its own
+        found = verdict.advise(two, cores=cores).predict("ml.c5.18xlarge", 4)
+        assert found["step time (ms)"] == pytest.approx(limit / 2)
+
+
+def test_the_advisor_says_where_ranks_are_what_makes_data_hosts_useless():
+    measured = Measured("ml.p4d.24xlarge", 192, accelerator_ms=80, mb_per_step=1233)
+    advice = verdict.advise(measured)
+    assert advice.verdict == verdict.ON_GPU
+    assert "What the ranks take in is the limit" in advice.reasons[-2]
+    assert advice.inputs["ranks"].startswith("256.9 ms = 1233 MB / (8 ranks x 0.6 GB/s)")
+    more = replace(measured, rank_gb_per_s=3)
+    assert verdict.advise(more).verdict == verdict.GO
+
+
+def test_data_that_costs_more_to_receive_than_to_prepare_stays_where_it_is():
+    cores = {"ml.g5.xlarge": 8, "ml.c5.4xlarge": 32}
+    for megabytes, said in [(5, verdict.GO), (100, verdict.STAY)]:  # 9.3 or 161.3 of 160 core-ms
+        measured = Measured("ml.g5.xlarge", 20, accelerator_ms=10, mb_per_step=megabytes)
+        advice = verdict.advise(measured, cores=cores)
+        assert advice.verdict == said
+    assert "161.3 ms of the training hosts' CPU time" in advice.reasons[-1]
+    larger = cores | {"ml.g5.2xlarge": 16}  # needs no data hosts
+    assert verdict.advise(measured, cores=larger).verdict == verdict.SCALE_UP
+    tiny = Measured("ml.g5.xlarge", 0.15, accelerator_ms=0.05)  # 1.2 core-ms, and a batch's 1.3
+    assert verdict.advise(tiny, cores=cores).verdict == verdict.STAY
+    advice = verdict.advise(tiny, cores=larger)
+    assert advice.verdict == verdict.SCALE_UP and "alternative" not in " ".join(advice.reasons)
+
+
+def test_what_is_80_percent_busy_counts_as_80_percent():
+    """What the published TensorFlow job's hosts were: close to 100 %, and then to 80 %."""
+    settings = {"cpu_percent": 100, "kept_busy_percent": 80}
+    measured = Measured("ml.p4d.24xlarge", 192, **settings)
+    advice = verdict.advise(measured, as_of=costs.PUBLISHED_ON)
+    step = advice.predict("ml.c5.18xlarge", 2)["step time (ms)"]
+    assert step == pytest.approx(192 * 96 / (96 + 2 * 72) / 0.8)
+    assert 100 * (step / 86 - 1) == pytest.approx(11.6, abs=0.05)
+    assert advice.inputs["CPU work"].startswith("23,040 core-ms = 192.0 ms x 1 x 96 cores x 100 %")
