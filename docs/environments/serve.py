@@ -12,7 +12,10 @@ import numpy as np
 
 ENVIRONMENT = "CartPole-v1"  # or "module:Name-v0", of a module that registers it
 PER_CORE = 8  # environments, which a process steps one after the other
+SECONDS = 120  # that an environment may take for a step
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_reconnect_backoff_ms", 1000)]
+OPTIONS += [("grpc.enable_http_proxy", 0)]  # hosts of one job talk directly
+LIFE = os.urandom(8)  # of this server: one that is started again has other environments
 pipes: list[multiprocessing.connection.Connection] = []  # to the processes
 
 
@@ -24,24 +27,32 @@ def play(pipe: multiprocessing.connection.Connection, seed: int) -> None:
     with suppress(EOFError):  # the server has ended
         while True:
             if actions := pipe.recv_bytes():
-                actions = np.frombuffer(actions, space.dtype).reshape(space.shape)
-                observation, reward, ended, cut_off, _ = envs.step(actions)
+                actions = np.frombuffer(actions, np.int64).astype(space.dtype)
+                observation, reward, ended, cut_off, _ = envs.step(actions.reshape(space.shape))
                 total, done = total * (1 - done) + reward, 1.0 * (ended | cut_off)
             rows = np.column_stack([reward, total, done, observation.reshape(PER_CORE, -1)])
             pipe.send_bytes(rows.astype(np.float32).tobytes())
 
 
-def step(actions: bytes, context: grpc.ServicerContext) -> bytes:
-    """Step all environments, unless there are no actions; return a row of float32 for each."""
+def step(request: bytes, context: grpc.ServicerContext) -> bytes:
+    """Step all environments, unless there are no actions; return a row of float32 for each.
+
+    Before the actions stands LIFE, as the last reply had it, and before the rows, too.
+    """
     token = dict(context.invocation_metadata()).get("token", "")
     if not hmac.compare_digest(token, os.environ["HETERO_TOKEN"]):
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "another HETERO_TOKEN")
+    life, actions = request[:8], request[8:]
+    if actions and life != LIFE:
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this server has been started again")
     share = len(actions) // len(pipes)
     try:
         for number, pipe in enumerate(pipes):
             pipe.send_bytes(actions[number * share : (number + 1) * share])
-        return b"".join(pipe.recv_bytes() for pipe in pipes)
-    except (EOFError, OSError):  # an environment has failed: hetero starts this server again
+        if not all(multiprocessing.connection.wait([pipe], SECONDS) for pipe in pipes):
+            raise EOFError
+        return LIFE + b"".join(pipe.recv_bytes() for pipe in pipes)
+    except (EOFError, OSError):  # an environment fails or hangs: hetero starts this server again
         os._exit(1)
 
 

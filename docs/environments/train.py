@@ -22,19 +22,22 @@ class Host:
     """A host, and a row for each of its environments: none while it is not there."""
 
     def __init__(self, address: str):
-        self.address, self.rows = address, np.zeros((0, 3 + inputs), np.float32)
+        self.address, self.life, self.rows = address, b"", np.zeros((0, 3 + inputs), np.float32)
         self.step = grpc.insecure_channel(address, OPTIONS).unary_unary("/environments/step")
         self.ask(b"")
 
     def ask(self, actions: bytes) -> None:
         """Have the environments step; without actions only tell, as soon as the host is there."""
         token = [("token", os.environ["HETERO_TOKEN"])]
-        self.reply = self.step.future(actions, SECONDS, token, wait_for_ready=not actions)
+        request = self.life + actions if actions else b""
+        self.reply = self.step.future(request, SECONDS, token, wait_for_ready=not actions)
 
     def take(self) -> np.ndarray:
         """Wait for the rows; without a reply the host is lost, until it is there again."""
         try:
-            self.rows = np.frombuffer(self.reply.result(), np.float32).reshape(-1, 3 + inputs)
+            reply = self.reply.result()
+            self.life, rows = reply[:8], np.frombuffer(reply, np.float32, offset=8)
+            self.rows = rows.reshape(-1, 3 + inputs)
         except grpc.RpcError as error:
             print(f"{self.address} is lost: {error.code().name}, {error.details()}", flush=True)
             self.rows = self.rows[:0]
@@ -46,16 +49,20 @@ addresses = os.environ.get("HETERO_DATA_HOSTS")
 if not addresses or os.environ.get("WORLD_SIZE", "1") != "1":
     sys.exit("train.py: error: it needs a data_group, and one rank: one training host, --ranks 1.")
 environment = gymnasium.make(ENVIRONMENT)  # for its spaces
-seen, done = environment.observation_space, environment.action_space
-if not isinstance(seen, gymnasium.spaces.Box) or not isinstance(done, gymnasium.spaces.Discrete):
-    sys.exit(f"train.py: error: its policy is for a Box and Discrete actions, not {seen}, {done}.")
+observations, actions = environment.observation_space, environment.action_space
+spaces = gymnasium.spaces
+if not isinstance(observations, spaces.Box) or not isinstance(actions, spaces.Discrete):
+    sys.exit(
+        "train.py: error: its policy is for a Box and Discrete actions, not "
+        f"{observations}, {actions}."
+    )
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # the networks are small
-device, inputs = "cuda" if torch.cuda.is_available() else "cpu", int(np.prod(seen.shape))
+device, inputs = "cuda" if torch.cuda.is_available() else "cpu", int(np.prod(observations.shape))
 policy, value = (
     Sequential(Linear(inputs, 64), Tanh(), Linear(64, 64), Tanh(), Linear(64, outputs)).to(device)
-    for outputs in (done.n, 1)
+    for outputs in (actions.n, 1)
 )
 optimizer = torch.optim.Adam([*policy.parameters(), *value.parameters()], LEARNING_RATE)
 hosts, returns = [Host(a) for a in addresses.split(",")], []  # of the episodes that have ended
@@ -74,8 +81,9 @@ for update in range(1, UPDATES + 1):
             choice, estimate = Categorical(logits=policy(observation)), value(observation)[:, 0]
         action = choice.sample()
         asked = time.perf_counter()
-        for host, actions in zip(there, np.split(action.cpu().numpy(), ends), strict=False):
-            host.ask(actions.tobytes())
+        shares = np.split(action.cpu().numpy() + actions.start, ends)  # and one more, of none
+        for host, share in zip(there, shares, strict=False):
+            host.ask(share.tobytes())
         rows = np.concatenate([host.take() for host in there])
         waited += time.perf_counter() - asked
         reward, total, end = torch.from_numpy(rows[:, :3]).to(device).T
@@ -107,3 +115,4 @@ for update in range(1, UPDATES + 1):
         told += f" step_time_ms={ms:.1f} data_wait_ms={1000 * waited:.1f}"
         print(f"step={update} return={np.mean(returns[-50:]):.1f} {told}", flush=True)
 print(f"mean return: {np.mean(returns[:50]):.1f} at first, {np.mean(returns[-50:]):.1f} at last")
+torch.save(policy.state_dict(), os.path.join(os.environ.get("SM_MODEL_DIR", "."), "policy.pt"))

@@ -180,10 +180,13 @@ def test_a_server_wants_the_token_and_ends_with_an_environment(server: tuple):
             step(b"", 30, metadata, wait_for_ready=True)
     token, count = [("token", "a secret")], 8 * len(os.sched_getaffinity(0))
     to_the_right = np.ones(count, np.int64).tobytes()
+    life = step(b"", 30, token)[:8]
     before, same, after = (
-        np.frombuffer(step(actions, 30, token), np.float32).reshape(count, 3 + 4)
-        for actions in (b"", b"", to_the_right)
+        np.frombuffer(step(request, 30, token), np.float32, offset=8).reshape(count, 3 + 4)
+        for request in (b"", b"", life + to_the_right)
     )
+    with pytest.raises(grpc.RpcError, match="this server has been started again"):
+        step(b"another." + to_the_right, 30, token)  # actions for environments of its past
     assert (before == same).all() and not before[:, :3].any()
     assert len({*before[:, 3]}) == count  # each has a seed of its own
     assert (after[:, :3] == [1, 1, 0]).all()  # reward, return, done
@@ -191,5 +194,5 @@ def test_a_server_wants_the_token_and_ends_with_an_environment(server: tuple):
     children = psutil.Process(process.pid).children()
     next(child for child in children if "spawn_main" in " ".join(child.cmdline())).kill()
     with pytest.raises(grpc.RpcError):
-        step(to_the_right, 30, token)
+        step(life + to_the_right, 30, token)
     assert process.wait(10) == 1

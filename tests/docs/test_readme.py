@@ -133,13 +133,13 @@ def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
 
 # A reader's script around README's lines, which prints who has prepared each rank's samples.
 STREAM = """
-import os
+import itertools, os
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from feed import RemoteDataset
 
 dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
+rank, world_size, steps = dist.get_rank(), dist.get_world_size(), 1000
 folder, epochs = os.environ["SM_CHANNEL_TRAINING"], 2
 
 def host():

@@ -436,7 +436,7 @@ def lightning_stream(wrap: Wrap) -> Any:
 def trainer_stream(wrap: Wrap) -> Any:
     import transformers
 
-    seen = []
+    seen, told = [], []
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -448,6 +448,9 @@ def trainer_stream(wrap: Wrap) -> Any:
             return {"loss": torch.nn.functional.cross_entropy(self.model(x), labels)}
 
     class Named(Shares):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(epoch)
+
         def __iter__(self) -> Iterator[dict]:
             for features, label in super().__iter__():
                 yield {"x": features, "labels": label}
@@ -465,6 +468,7 @@ def trainer_stream(wrap: Wrap) -> Any:
     exec(TRAINER, names)
     names["MyTrainer"](Model(), arguments, train_dataset=wrap(Named(by_rank=True))).train()
     assert everywhere(seen) == sorted(prepared(0) + prepared(1)) == [*range(40)]
+    assert told == [0]
     return seen
 
 

@@ -140,7 +140,8 @@ class Front:
                 worker = workers.get(copy)
                 try:
                     worker = worker or workers.setdefault(copy, Worker(copy.holder))
-                    answer.put(worker.prepare(chunk))
+                    worker.connection.send_bytes(chunk)
+                    answer.put(worker.receive())
                     self.deaths.pop(digest, None)
                     break
                 except (OSError, EOFError) as error:

@@ -46,7 +46,7 @@ def run(dataset: Any, stream: Stream, asking: Connection, send: Callable) -> Non
     None: more, "end", or an exception. Raises RuntimeError if what has been taken does not come
     again, or would be lost.
     """
-    begin(dataset, stream)
+    become_worker(dataset, stream)
     for epoch in itertools.count():
         iterator = iter(dataset)
         try:
@@ -71,7 +71,7 @@ def run(dataset: Any, stream: Stream, asking: Connection, send: Callable) -> Non
                 iterator.close()  # for what it has open
 
 
-def begin(dataset: Any, stream: Stream) -> None:
+def become_worker(dataset: Any, stream: Stream) -> None:
     """Make of this process what torch's `_worker_loop` makes of a worker."""
     seed = stream.seed + stream.worker
     random.seed(seed)

@@ -262,12 +262,6 @@ class Wrapper(Dataset):
         delattr(self._source.to_reach(name), name)
         self._source.is_changed = not get_worker_info()
 
-    def __getstate__(self) -> dict:
-        return {"_source": self._source}
-
-    def __setstate__(self, state: dict) -> None:
-        object.__setattr__(self, "_source", state["_source"])
-
 
 def ranks_in_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}

@@ -95,7 +95,8 @@ class RemoteStream(Wrapper, IterableDataset):
             source.stream.begin_epoch()
         else:
             if source.stream:
-                source.stream.leave()
+                source.stream.close()
+                source.stream.begin_epoch()  # so that its iterators notice
             if info:
                 stream = own_random_numbers(stream)
             source.stream = OpenStream(source.fetcher, stream)
@@ -189,11 +190,6 @@ class OpenStream:
         if self.call:
             self.epochs.put(b"")
 
-    def leave(self) -> None:
-        """End it, and its iterators."""
-        self.close()
-        self.taken.append(0)
-
     def receive(self) -> None:
         """Wait for samples of this epoch; if the stream is lost, have another host run it."""
         try:
@@ -222,7 +218,7 @@ class OpenStream:
         except Lost as lost:
             self.close()
             self.losses += bool(str(lost))
-            if self.losses == ATTEMPTS:
+            if self.losses >= ATTEMPTS:
                 raise RuntimeError(
                     f"a stream has been lost {ATTEMPTS} times over one sample, now by data host "
                     f"{self.host.address}: {lost}. Is there memory for it?"
@@ -260,13 +256,12 @@ class OpenStream:
         self.host = host
         self.epochs: queue.SimpleQueue = queue.SimpleQueue()
         self.call, self.replies = host.open_stream(self.digest, self.stream, self.epochs)
+        self.moved_at = time.monotonic()
 
     def say(self, text: str) -> None:
         self.said_at = time.monotonic()
-        print(
-            f"feed: stream {self.stream.worker} of rank {os.environ.get('RANK', 0)} {text}",
-            flush=True,
-        )
+        rank = os.environ.get("RANK", 0)
+        print(f"feed: stream {self.stream.worker} of rank {rank} {text}", flush=True)
 
     def __del__(self) -> None:
         self.close()

@@ -151,7 +151,7 @@ def serve_chunks(
                 chunk = pickle.loads(request)
                 set_ranks(chunk)
                 if isinstance(chunk, Stream):
-                    run(given, chunk, connection, send)
+                    run(given, chunk, connection, send)  # until the other end closes
                 if chunk.init_fn not in init_fns:
                     [init_fn] = pickle.loads(chunk.init_fn)
                     init_fn(0)
@@ -189,13 +189,8 @@ class Worker:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self.pipe.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
-    def prepare(self, chunk: bytes) -> tuple[Any, deque[bytes]]:
-        """Return Reply and frames: all, so that no slow client keeps a worker busy."""
-        self.connection.send_bytes(chunk)
-        return self.receive()
-
     def receive(self) -> tuple[Any, deque[bytes]]:
-        """Return the next Reply and its frames."""
+        """Return the next Reply and its frames: all, so that no slow client keeps it busy."""
         state, value, sizes, seconds = self.connection.recv()
         left, frames = sum(size + -size % ALIGNMENT for size in sizes), deque()
         while left:
@@ -226,7 +221,7 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 process = os.pidfd_open(self.pid)
                 select.select([process], [], [], seconds)
+                signal.pidfd_send_signal(process, signal.SIGKILL)
                 os.close(process)
-                os.kill(self.pid, signal.SIGKILL)
             self.pid = 0
         return "hangs" if isinstance(error, BlockingIOError) else "has died"
