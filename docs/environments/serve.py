@@ -12,7 +12,7 @@ import numpy as np
 
 ENVIRONMENT = "CartPole-v1"  # or "module:Name-v0", of a module that registers it
 PER_CORE = 8  # environments, which a process steps one after the other
-SECONDS = 120  # that an environment may take for a step
+STEP_SECONDS = 120  # that environments may take for a step
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_reconnect_backoff_ms", 1000)]
 OPTIONS += [("grpc.enable_http_proxy", 0)]  # hosts of one job talk directly
 LIFE = os.urandom(8)  # of this server: one that is started again has other environments
@@ -49,7 +49,7 @@ def step(request: bytes, context: grpc.ServicerContext) -> bytes:
     try:
         for number, pipe in enumerate(pipes):
             pipe.send_bytes(actions[number * share : (number + 1) * share])
-        if not all(multiprocessing.connection.wait([pipe], SECONDS) for pipe in pipes):
+        if not all(multiprocessing.connection.wait([pipe], STEP_SECONDS) for pipe in pipes):
             raise EOFError
         return LIFE + b"".join(pipe.recv_bytes() for pipe in pipes)
     except (EOFError, OSError):  # an environment fails or hangs: hetero starts this server again
