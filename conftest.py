@@ -65,6 +65,20 @@ def jobs(local, tmp_path_factory: pytest.TempPathFactory):
     return Jobs(local.role, tmp_path_factory.mktemp("code"))
 
 
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list]:
+    """Three data hosts with different numbers of worker processes, which end cleanly."""
+    from data_hosts import DataHost, has_ended, up, wait_until
+
+    hosts = up(*[DataHost(workers) for workers in (1, 2, 3)])
+    yield hosts
+    processes = [process for host in hosts for process in host.processes()]
+    for host in hosts:
+        host.process.terminate()
+    assert [host.process.wait(timeout=30) for host in hosts] == [0, 0, 0]
+    wait_until(lambda: all(map(has_ended, processes)))
+
+
 @pytest.fixture
 def start() -> Iterator:
     """Starts data hosts that a test may harm: see `data_hosts.starting`."""

@@ -72,7 +72,7 @@ for update in range(1, UPDATES + 1):
     while not there and time.perf_counter() < begin + SECONDS:  # at first, or if all are lost
         time.sleep(1)
         there = [h for h in hosts if len(h.take())]
-    there = there or sys.exit(f"train.py: error: no environments on {addresses}.")
+    there = there or sys.exit(f"train.py: error: no environments on {addresses}. See their logs.")
     rows = np.concatenate([host.rows for host in there])
     ends = np.cumsum([len(host.rows) for host in there])
     while len(rollout) < STEPS and len(rows) == ends[-1]:

@@ -63,18 +63,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 wo
 BATCH_SIZE = 7
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[DataHost]]:
-    """Three data hosts with different numbers of worker processes, which end cleanly."""
-    hosts = up(*[DataHost(workers) for workers in (1, 2, 3)])
-    yield hosts
-    processes = [process for host in hosts for process in host.processes()]
-    for host in hosts:
-        host.process.terminate()
-    assert [host.process.wait(timeout=30) for host in hosts] == [0, 0, 0]
-    wait_until(lambda: all(map(has_ended, processes)))
-
-
 def seed_all() -> None:
     """As a training script does."""
     torch.manual_seed(5), np.random.seed(5), random.seed(5)

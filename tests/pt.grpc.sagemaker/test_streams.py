@@ -9,7 +9,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import braceexpand
@@ -31,7 +30,6 @@ from data_hosts import (
     RAISING,
     SAMPLES,
     SLOW,
-    DataHost,
     LargeStream,
     OddStream,
     RankStream,
@@ -42,7 +40,6 @@ from data_hosts import (
     TroubledStream,
     assert_same,
     crop,
-    has_ended,
     label_and_shade,
     my_share,
     remote,
@@ -53,18 +50,6 @@ from feed import streams
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 SOAK = "SOAK" in os.environ
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[DataHost]]:
-    """Three data hosts with different numbers of cores."""
-    hosts = up(*[DataHost(workers) for workers in (1, 2, 3)])
-    yield hosts
-    processes = [process for host in hosts for process in host.processes()]
-    for host in hosts:
-        host.process.terminate()
-    assert [host.process.wait(timeout=30) for host in hosts] == [0, 0, 0]
-    wait_until(lambda: all(map(has_ended, processes)))
 
 
 def two_epochs(dataset: IterableDataset, **options: Any) -> list:

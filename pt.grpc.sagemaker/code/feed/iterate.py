@@ -102,7 +102,8 @@ def run_forward(iterator: Iterator, steps: int | None, send: Callable) -> None:
     if steps is not None:
         raise RuntimeError(
             f"run again after a data host was lost, the Dataset had {step} samples, of which "
-            f"{steps} had been taken before: it does not give the same again"
+            f"{steps} had been taken before: have it give the same each time, by a seed in each of "
+            "its shuffles and files that stay as they are"
         )
 
 

@@ -37,7 +37,7 @@ class RemoteDataset(Wrapper):
 
     def __new__(cls, dataset: Any = None, *args: Any, **options: Any) -> Any:
         if isinstance(dataset, Wrapper):
-            raise TypeError("it is a RemoteDataset already")
+            raise TypeError("a RemoteDataset is given to RemoteDataset: give it the Dataset itself")
         if isinstance(dataset, IterableDataset):  # which torch, too, tells by its class
             return stream_of(dataset, *args, **options)
         return super().__new__(cls)
