@@ -38,13 +38,10 @@ aws: $(environment) ## run the notebooks on AWS, which costs money: says what, a
 
 bench: $(environment) build/bench/packages/.ready ## measure on this machine, beside others' ways
 	@missed=0; \
-	$(python) benchmarks/transfer.py || missed=1; \
-	$(python) benchmarks/epoch_start.py || missed=1; \
+	$(python) benchmarks/loader.py || missed=1; \
 	$(python) benchmarks/spare_cores.py || missed=1; \
+	$(python) benchmarks/job.py 1 || missed=1; \
 	$(python) benchmarks/scale.py || missed=1; \
-	$(python) benchmarks/distribution.py || missed=1; \
-	PYTHONPATH=build/bench/packages $(python) benchmarks/pipeline.py || missed=1; \
-	$(python) benchmarks/cluster.py 1 || missed=1; \
 	$(python) benchmarks/environments.py || missed=1; \
 	exit $$missed
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: data hosts, cores, results."""
+"""What the benchmarks share: data hosts, CPU time, tables, results."""
 
 import contextlib
 import json
@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,36 +19,22 @@ TOKEN = "a token"
 os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE"}
 os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
 warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
-sys.path[:0] = [str(CODE), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(CODE))
 
 
 @contextlib.contextmanager
 def data_host(workers: int, *start: str, address: str = "") -> Iterator[tuple[str, psutil.Popen]]:
     """Run a data host; give its address and its process. start: what its command begins with."""
     address = address or f"127.0.0.1:{free_port()}"
-    command = [*(start or [sys.executable]), "-m", "feed.server", address]
-    # It finds classes of these benchmarks as it finds those of a job: beside feed/.
-    environment = {**os.environ, "HETERO_TOKEN": TOKEN, "PYTHONPATH": str(ROOT / "benchmarks")}
-    host = psutil.Popen(
-        [*command, "--workers", str(workers)],
-        cwd=CODE,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [*start, sys.executable, "-m", "feed.server", address, "--workers", str(workers)]
+    environment = {**os.environ, "HETERO_TOKEN": TOKEN}
+    host = psutil.Popen(command, cwd=CODE, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert "serving" in host.stdout.readline()
         yield address, host
     finally:
         host.terminate()
         host.communicate()
-
-
-@contextlib.contextmanager
-def data_hosts(*workers: int) -> Iterator[dict[str, psutil.Popen]]:
-    """Run a data host with each of these numbers of workers; give their processes by address."""
-    with contextlib.ExitStack() as stack:
-        yield dict(stack.enter_context(data_host(count)) for count in workers)
 
 
 def use(*addresses: str) -> None:
@@ -67,34 +52,15 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)  # user, system
 
 
-def wait_until_idle() -> None:
-    """Wait until no process of this benchmark is still busy with what it holds ready."""
-    everyone, before = family(psutil.Process()), float("-inf")
-    while (now := cpu_seconds(everyone)) - before >= 0.02:
-        before = now
-        time.sleep(0.2)
-
-
 def free_port() -> int:
+    """Return a port of this machine at which nothing listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
-def wait_for(port: int) -> None:
-    """Wait until something listens at a port."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port)).close()
-        except ConnectionRefusedError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-
 def at_least_two_cores() -> list[int]:
-    """Return the cores, two at least: the last is for the training."""
+    """Return the cores, two at least; end the program if there are fewer."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         sys.exit("Needs two cores: one for the data host, one for the training.")

@@ -1,213 +1,325 @@
-"""How it grows: what hosts and ranks cost when they become more, and where the next limit is.
+"""How it grows: what the loader, the runtime and tf.data.service take as hosts become more.
 
-    python benchmarks/scale.py          fifteen to twenty minutes
+    .venv/bin/python benchmarks/scale.py      eight minutes, and longer on a busy machine
 
-Measures the loader (scale_loader.py), the runtime (scale_runtime.py) and TensorFlow's service
-(scale_tensorflow.py) with real processes and real sockets, as far as a small machine carries them:
-where more than 30 % of its CPU time was taken, a figure is the machine's, and is left out. Past
-that it reckons: what the networks of AWS's instances carry, and what a core can send and receive.
+Data hosts, ranks and launchers are processes of their own, which talk through sockets, as on AWS.
+Their samples only sleep, since it is the traffic that is measured, and two cores could not prepare
+batches for so many. Above 30 % of this machine's CPU time, whoever took it, a figure is the
+machine's: it is measured again, and at last left out.
 """
 
-import math
+import contextlib
+import json
+import multiprocessing
 import os
+import re
+import subprocess
 import sys
-from dataclasses import asdict
-from statistics import median
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
-import scale_loader
-import scale_runtime
-import scale_tensorflow
-from common import ROOT, at_least_two_cores, free_port, table, write_results
-from scale_loader import (
-    BATCH_SECONDS,
-    LARGE_HOSTS,
-    LARGE_NUM_WORKERS,
-    LARGE_SECONDS,
-    LARGE_WATCHED,
-    LARGE_WORKERS,
-    MOST_OF_MACHINE,
-    UNEVEN,
-    UNEVEN_BATCHES,
-    WORKERS,
-    Traffic,
-)
-from transfer import joined_here, loaders, make_batch, measure
+import psutil
+import torch
+import torch.distributed as dist
+from common import CODE, TOKEN, cpu_seconds, data_host, family, free_port, table, use, write_results
+from torch.utils.data import DataLoader, Dataset
 
-sys.path.append(str(ROOT))
-from shared import prices  # noqa: E402
+from feed import RemoteDataset
 
-LEAST_OF_LIMIT, LEAST_BESIDE = 0.9, 0.95  # batches per second; and beside a frozen client
-MOST_OF_FIRST = 1.05  # of a first epoch's seconds, to the later ones'
-JOBS = [(hosts, True) for hosts in (2, 4, 8, 16)] + [(hosts, False) for hosts in (16, 64, 256)]
-IMAGE = {"float32": 3 * 224 * 224 * 4, "uint8": 3 * 224 * 224}  # bytes
-BATCHES = [f"64 x 3 x 224 x 224 {dtype}" for dtype in IMAGE]
-BATCHES += [f"{images} x 3 x 32 x 32 uint8" for images in (32, 512)]
-DATA_HOSTS = "c5.4xlarge", "c5.18xlarge", "c6i.8xlarge", "c6i.32xlarge", "c7i.48xlarge"
-TRAINING_HOSTS = "g5.2xlarge", "g6.12xlarge", "g5.48xlarge", "p4d.24xlarge", "p5.48xlarge"
+MOST_OF_MACHINE, TIMES = 30, 3  # percent of all cores' time; that something is measured at most
+SAMPLES, FLOATS = 64, 4096  # in a batch, in a sample: 1 MiB a batch
+WARM_UP_SECONDS, SECONDS = 2.5, 20.0
+CASES = [  # workers of each data host; ranks; num_workers; s that a batch takes in one worker
+    *(([4] * hosts, ranks, 2, 2.0) for ranks in (1, 4) for hosts in (1, 2, 4)),
+    ([32, 2], 1, 4, 4.0),  # as a data host, and a training host's spare cores
+    *(([48, 48], 1, num_workers, 25.6) for num_workers in (1, 3)),
+]
+LEAST = 0.9  # of the batches per second that the workers can prepare
+JOBS = 2, 4, 16, 64  # hosts
+HOLD_SECONDS, TRAINING_SECONDS, LIMIT_SECONDS = 4.0, 8.0, 120
+TF_WORKERS, TF_CONSUMERS, TF_SECONDS, AT_ONCE = (2, 4, 8), 4, 0.5, 4
+HEADS = "batches/s | of what workers can | CPU ms a batch: servers | clients | machine"
 
 
-def cells(traffic: Traffic, limit: float) -> tuple:
-    """The columns of TRAFFIC."""
-    if traffic.machine > MOST_OF_MACHINE:
-        return (f"left out: {traffic.machine:.0%} of the machine was busy", *[""] * 7)
-    cpu = f"{traffic.server_ms:.1f} + {traffic.client_ms:.1f}"
-    threads = f"{traffic.server_threads}, {traffic.client_threads}"
-    share = f"{traffic.rate / limit:.0%}"
-    row = f"{traffic.rate:.1f}", share, cpu, traffic.connections, threads, traffic.client_mib
-    return *row, f"{traffic.machine:.0%}"
+@dataclass
+class Traffic:
+    """What was seen of servers and clients."""
+
+    rate: float  # batches per second
+    server_ms: float  # of CPU time for a batch, at all servers and their workers
+    client_ms: float  # at all clients and their workers
+    machine: float  # percent of all cores' time
+
+    def cells(self, limit: float) -> tuple[str, ...]:
+        """The columns of HEADS; limit: batches per second that the workers can prepare."""
+        if self.machine > MOST_OF_MACHINE:
+            return "left out", "", "", "", f"{self.machine:.0f} %"
+        ms = f"{self.server_ms:.1f}", f"{self.client_ms:.1f}"
+        return f"{self.rate:.1f}", f"{self.rate / limit:.0%}", *ms, f"{self.machine:.0f} %"
 
 
-TRAFFIC = (
-    "batches/s | of what workers can | CPU ms a batch, servers + clients | connections "
-    "| threads of a server, a client | MiB of a client | machine"
-)
+def watch(servers: list[psutil.Process], clients: list, counts: Sequence[int]) -> Traffic:
+    """Look at processes and all below them, once each client has had two batches.
+
+    counts: batches that each client has received, which go on growing.
+    """
+    while min(counts) < 2:
+        assert all(client.is_alive() for client in clients)
+        time.sleep(0.1)
+    time.sleep(WARM_UP_SECONDS)
+    tops = servers, [psutil.Process(client.pid) for client in clients]
+    sides = [[process for top in side for process in family(top)] for side in tops]
+
+    def look() -> tuple[float, ...]:
+        return time.perf_counter(), sum(counts), *map(cpu_seconds, sides)
+
+    before, machine = look(), psutil.cpu_percent(SECONDS)
+    passed, batches, *cpu = (new - old for new, old in zip(look(), before, strict=True))
+    return Traffic(batches / passed, *(1e3 * s / max(1, batches) for s in cpu), machine)
+
+
+def quietly(measure: Callable[..., Any], *arguments) -> Any:
+    """Measure, and do so again if others kept the machine busy meanwhile, which may be over."""
+    for _ in range(TIMES):
+        found = measure(*arguments)
+        if found.machine <= MOST_OF_MACHINE:
+            break
+    return found
+
+
+@contextlib.contextmanager
+def children(work: Callable, rows: list[tuple]) -> Iterator[list[multiprocessing.Process]]:
+    """Run `work` with each row of arguments in processes that have imported what this one has."""
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=work, args=row) for row in rows]
+    try:
+        for process in processes:
+            process.start()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def counters(count: int) -> Sequence[int]:
+    """Return so many numbers from 0 in memory that processes share."""
+    return multiprocessing.get_context("forkserver").RawArray("Q", count)
+
+
+# ------------------------------------------------------- the loader
+
+
+class Asleep(Dataset):
+    """Samples that take so many seconds each, and hardly any CPU time."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return SAMPLES * 1_000_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return torch.zeros(FLOATS)
+
+
+def train(rank: int, ranks: int, port: int, hosts: list, case: tuple, counts: Sequence) -> None:
+    """A rank: take batches as fast as they come."""
+    meeting = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    use(*hosts)
+    _, _, num_workers, seconds = case
+    options = {"num_workers": num_workers, "multiprocessing_context": "fork"}
+    for _ in DataLoader(RemoteDataset(Asleep(seconds / SAMPLES)), SAMPLES, **options):
+        counts[rank] += 1
+
+
+def loader_traffic(*case) -> Traffic:
+    """Run data hosts and ranks, as a row of CASES says."""
+    workers, ranks, *_ = case
+    with contextlib.ExitStack() as stack:
+        hosts = dict(stack.enter_context(data_host(count)) for count in workers)
+        counts, port = counters(ranks), free_port()
+        rows = [(rank, ranks, port, [*hosts], case, counts) for rank in range(ranks)]
+        clients = stack.enter_context(children(train, rows))
+        return watch([*hosts.values()], clients, counts)
 
 
 def loader() -> tuple[dict, list[str]]:
-    """Measure and print the loader; return what was found, and the targets that were missed."""
-    found, missed = {}, []
-    large = [LARGE_HOSTS], [1], LARGE_WORKERS, LARGE_SECONDS, LARGE_NUM_WORKERS, LARGE_WATCHED
-    for workers, seconds, grid in (
-        (WORKERS, BATCH_SECONDS, scale_loader.grid()),
-        (LARGE_WORKERS, LARGE_SECONDS, scale_loader.grid(*large)),
-    ):
-        rate = workers / seconds
-        print(f"\nData hosts of {workers} workers, which can prepare {rate:.1f} batches/s:")
-        rows = [(*key, *cells(traffic, key[0] * rate)) for key, traffic in grid.items()]
-        table(f"data hosts | ranks | num_workers | {TRAFFIC}", rows)
-        for (hosts, ranks, own), traffic in grid.items():
-            found[f"{hosts} x {workers}, {ranks} x {own}"] = asdict(traffic)
-            low = traffic.rate < LEAST_OF_LIMIT * hosts * rate
-            # Fewer workers of the DataLoader than README's rule asks for are there to show it.
-            if low and own == max(key[2] for key in grid) and traffic.machine <= MOST_OF_MACHINE:
-                missed.append(f"{hosts} data hosts of {workers}, {ranks} ranks")
+    """Print the loader's traffic; return what was found, and the targets that were missed."""
+    found, rows, missed = {}, [], []
+    for case in CASES:
+        workers, ranks, num_workers, seconds = case
+        limit = sum(workers) / seconds
+        hosts = f"{len(workers)} x {workers[0]}" if len({*workers}) == 1 else str(workers)
+        traffic = quietly(loader_traffic, *case)
+        rows.append((hosts, ranks, num_workers, *traffic.cells(limit)))
+        found[f"{hosts}, {ranks} x {num_workers}"] = asdict(traffic)
+        # Fewer than README's rule asks for are there to show what that costs.
+        enough = ranks * num_workers * SAMPLES >= 2 * sum(workers)
+        if enough and traffic.rate < LEAST * limit and traffic.machine <= MOST_OF_MACHINE:
+            missed.append(f"data hosts of {hosts}, {ranks} ranks")
+    table(f"data hosts x workers | ranks | num_workers | {HEADS}", rows)
     return found, missed
 
 
-def epochs() -> tuple[list[float], list[str]]:
-    """Measure and print epochs with a large and a small data host; return as `loader` does."""
-    first, *later = found = scale_loader.epochs()
-    best = UNEVEN_BATCHES * BATCH_SECONDS / sum(UNEVEN)
-    each = ", ".join(f"{seconds:.1f}" for seconds in found)
-    print(f"\nSeconds of epochs with hosts of {UNEVEN} workers: {each}; at best {best:.1f}")
-    return found, ["the first epoch"] * (first > MOST_OF_FIRST * max(later))
+# ------------------------------------------------------- the runtime
 
 
-def clients() -> tuple[dict, list[str]]:
-    """Measure and print a server with many clients; return as `loader` does."""
-    limit = scale_loader.MANY_WORKERS / scale_loader.CLIENT_SECONDS
-    found = scale_loader.clients_of_one_server()
-    rows = [
-        (
-            who,
-            *cells(traffic, limit),
-            f"{min(traffic.batches)} to {max(traffic.batches)} in {traffic.seconds:.0f} s",
-        )
-        for who, traffic in found.items()
-    ]
-    print(f"\nOne server, whose workers can prepare {limit:.0f} batches/s; figures of the 62:")
-    table(f"clients | {TRAFFIC} | batches of each", rows)
-    alone, beside = found.values()
-    is_quiet = max(alone.machine, beside.machine) <= MOST_OF_MACHINE
-    missed = ["a frozen client"] * (is_quiet and beside.rate < LEAST_BESIDE * alone.rate)
-    return {who: asdict(traffic) for who, traffic in found.items()}, missed
+RANK = ["sh", "-c", f"date +started=%s.%N; exec sleep {TRAINING_SECONDS:g}"]
+GROUPS = 'train_group="dnn", data_groups=["data"]'
+LAUNCHER = f"""import hetero, time
+print(f"coming={{time.time()}}", flush=True)
+hetero.run({RANK}, ["sleep", "1000"], {GROUPS}, ranks=1, spare_cores=0)"""
 
 
-def runtime() -> dict:
-    """Measure and print the runtime."""
-    found = {
-        job: scale_loader.quietly(lambda job=job: scale_runtime.measure(*job, free_port()))
-        for job in JOBS
+@dataclass
+class Job:
+    """What was seen of a job."""
+
+    start_ms: float  # from when the last host has come until the last rank has been started
+    cpu_seconds: float  # the leader's until then, with the 0.1 s that Python takes to start
+    cpu_percent: float  # of a core that the leader takes while the training runs
+    goodbye_seconds: float  # from the decision that the job has ended to the last goodbye
+    machine: float  # percent of all cores' time while the training runs
+
+
+def launch(number: int, hosts: int, port: int, folder: Path, log: int) -> subprocess.Popen:
+    """Start a host's launcher as SageMaker does, with the job's description in its own folder."""
+    names = [f"algo-{n}" for n in range(1, hosts + 1)]
+    groups = {"dnn": names[: hosts // 2], "data": names[hosts // 2 :]}
+    [group] = [group for group, members in groups.items() if names[number] in members]
+    resources = {
+        "current_host": names[number],
+        "current_group_name": group,
+        "current_instance_type": "local",
+        "network_interface_name": "lo",
+        "instance_groups": [{"instance_group_name": g, "hosts": h} for g, h in groups.items()],
     }
-    rows = []
-    for (hosts, real), job in found.items():
-        row = hosts, "processes" if real else "in one process"
-        if job.machine > MOST_OF_MACHINE:
-            rows.append((*row, f"left out: {job.machine:.0%} of the machine was busy", *[""] * 4))
-            continue
-        row = *row, f"{job.start_ms:.0f}", f"{job.cpu_seconds:.2f}", f"{job.cpu_share:.1%}"
-        rows.append((*row, f"{job.goodbye_seconds:.2f}", f"{job.machine:.0%}"))
-    print("\nRuntime:")
-    heads = "hosts | the others' launchers | ms from the last host to the last rank's start"
-    heads += " | leader's CPU s until then | of a core, then | s from the decision to the last "
-    table(heads + "goodbye | machine", rows)
-    return {f"{hosts}, {real}": asdict(job) for (hosts, real), job in found.items()}
+    config = folder / names[number] / "input" / "config"
+    config.mkdir(parents=True)
+    (config / "resourceconfig.json").write_text(json.dumps(resources))
+    local = {"addresses": dict.fromkeys(names, "127.0.0.1"), "base_port": port}
+    environment = {"SAGEMAKER_BASE_DIR": str(folder / names[number]), "HETERO_TOKEN": TOKEN}
+    environment |= {"LOCAL_SAGEMAKER": json.dumps(local), "PYTHONPATH": str(CODE)}
+    environment = {**os.environ, **environment}
+    command = [sys.executable, "-c", LAUNCHER]
+    return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
 
-def tensorflow() -> dict:
-    """Measure and print TensorFlow's service."""
-    found = scale_tensorflow.grid()
-    rate = WORKERS / scale_tensorflow.BATCH_SECONDS
-    print(f"\ntf.data.service, {scale_tensorflow.CONSUMERS} consumers:")
-    rows = [(workers, *cells(traffic, workers * rate)) for workers, traffic in found.items()]
-    table(f"workers | {TRAFFIC}", rows)
-    return {str(workers): asdict(traffic) for workers, traffic in found.items()}
+def run_job(hosts: int) -> Job:
+    """Run the launchers of a job, the last of which comes later, as hosts do not come at once."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("a+") as log:
+
+        def said(pattern: str) -> list[float]:
+            text = Path(log.name).read_text()
+            return [float(number) for number in re.findall(rf"{pattern}([\d.]+)", text)]
+
+        processes: list[subprocess.Popen] = []
+        try:
+            for number in range(hosts):
+                time.sleep(HOLD_SECONDS if number == hosts - 1 else 0)
+                processes.append(launch(number, hosts, port, Path(folder), log.fileno()))
+            deadline = time.monotonic() + LIMIT_SECONDS
+            while len(said("started=")) < hosts // 2:
+                assert time.monotonic() < deadline, Path(log.name).read_text()
+                time.sleep(0.1)
+            leader = [psutil.Process(processes[0].pid)]
+            cpu, began = cpu_seconds(leader), time.monotonic()
+            machine = psutil.cpu_percent(TRAINING_SECONDS / 2)
+            taken = 100 * (cpu_seconds(leader) - cpu) / (time.monotonic() - began)
+            for process in processes:
+                process.wait(LIMIT_SECONDS)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        start_ms = 1000 * (max(said("started=")) - max(said("coming=")))
+        [goodbye] = said("all hosts have signed off ")
+        return Job(start_ms, cpu, taken, goodbye, machine)
 
 
-def batches() -> dict[str, tuple[float, ...]]:
-    """Measure and print what images cost on their way.
-
-    Returns CPU seconds for a GB: the training process, its DataLoader's workers, the process of the
-    data host that sends.
-    """
-    data_core, *_, training_core = at_least_two_cores()
-    os.sched_setaffinity(0, {training_core})
-    rows, costs = [], {}
-    for shape in BATCHES:
-        [way] = measure(shape, loaders((2,), joined_here), data_core).values()
-        gigabytes = make_batch(shape).nbytes / 1e9
-        parts = [median(p) for p in (way.training_process, way.training_workers, way.front)]
-        costs[shape] = tuple(part / gigabytes for part in parts)
-        ms = (f"{1e6 * part / int(shape.split()[0]):.0f}" for part in parts)
-        rows.append((shape, f"{1e3 * gigabytes:.1f}", *ms))
-    print("\nms of CPU time for 1,000 images:")
-    heads = "batch | MB | training process | its DataLoader's workers | data host's sending process"
-    table(heads, rows)
-    return costs
+def runtime() -> tuple[dict, list[str]]:
+    """Print what launchers take; return it. There is no target."""
+    found, rows = {}, []
+    for hosts in JOBS:
+        job = found[hosts] = quietly(run_job, hosts)
+        row = f"{job.start_ms:.0f}", f"{job.cpu_seconds:.2f}", f"{job.cpu_percent:.1f} %"
+        row = *row, f"{job.goodbye_seconds:.2f}", f"{job.machine:.0f} %"
+        rows.append((hosts, *(row if job.machine <= MOST_OF_MACHINE else ("left out", *row[1:]))))
+    heads = "hosts | ms from the last host to the last rank's start | leader's CPU s until then"
+    table(f"{heads} | of a core, then | s from the decision to the last goodbye | machine", rows)
+    return {hosts: asdict(job) for hosts, job in found.items()}, []
 
 
-def reckon(costs: dict[str, tuple[float, ...]]) -> None:
-    """Print where the next limit is on AWS, with the CPU seconds for a GB from `batches`."""
-    dtypes = dict(zip(IMAGE, BATCHES, strict=False))
-    rank, server = ({t: 1 / costs[dtypes[t]][i] for t in IMAGE} for i in (0, 2))  # GB/s of a core
-    rows = []
-    for name in DATA_HOSTS:
-        host = prices.find(f"ml.{name}")
-        network = host.network_gbps / 8
-        carried = [network, network, *server.values()]
-        sizes = [*IMAGE.values()] * 2
-        limits = [host.vcpus * s / (1e6 * c) for s, c in zip(sizes, carried, strict=True)]
-        row = name, host.vcpus, f"{host.network_gbps:g}", *(f"{ms:.1f}" for ms in limits)
-        rows.append((*row, math.ceil(network / server["uint8"])))
-    print(
-        "\nData hosts: the limit is no more the cores below so many ms of CPU time for an image of"
+# ------------------------------------------------------- tf.data.service
+
+
+def serve(workers: int, pipe: Connection) -> None:
+    """Be the dispatcher and its workers."""
+    import tensorflow as tf
+
+    service = tf.data.experimental.service
+    dispatcher = service.DispatchServer()
+    config = service.WorkerConfig(dispatcher_address=dispatcher.target.split("://")[1])
+    all_workers = [service.WorkerServer(config) for _ in range(workers)]
+    pipe.send(dispatcher.target)
+    all_workers[0].join()
+
+
+def consume(number: int, target: str, counts: Sequence[int]) -> None:
+    """A rank: take batches of the one job of all ranks, as fast as they come."""
+    import tensorflow as tf
+    from tensorflow.python.data.experimental.ops import testing
+
+    def batches(file) -> tf.data.Dataset:
+        dataset = tf.data.Dataset.range(1000).apply(testing.sleep(int(1e6 * TF_SECONDS)))
+        return dataset.map(lambda n: tf.fill([SAMPLES * FLOATS], tf.cast(n, tf.float32)))
+
+    service = tf.data.experimental.service
+    dataset = tf.data.Dataset.range(1_000_000)  # files, which workers get as they need them
+    dataset = dataset.interleave(
+        batches, cycle_length=AT_ONCE, num_parallel_calls=AT_ONCE, deterministic=False
     )
-    print("3 x 224 x 224. And how many server processes fill the network:")
-    heads = "ml. | vCPUs | Gbit/s | but the network: float32 | uint8 "
-    table(heads + "| or one server process: float32 | uint8 | processes", rows)
-    rows = []
-    for name in TRAINING_HOSTS:
-        host = prices.find(f"ml.{name}")
-        row = [name, host.gpus, f"{host.network_gbps:g}"]
-        row += [f"{1e9 * host.network_gbps / 8 / size:,.0f}" for size in IMAGE.values()]
-        rows.append((*row, *(f"{1e9 * host.gpus * rank[t] / IMAGE[t]:,.0f}" for t in IMAGE)))
-    workers = ", ".join(f"{costs[dtypes[t]][1] / costs[dtypes[t]][0]:.1f} ({t})" for t in IMAGE)
-    print("\nTraining hosts, one rank for each GPU. So many workers of a rank's DataLoader bring")
-    print(f"what its process can take: {workers}.")
-    heads = "ml. | GPUs | Gbit/s | images/s in the network: float32 | uint8 "
-    table(heads + "| that the ranks can receive: float32 | uint8", rows)
+    way = {"processing_mode": service.ShardingPolicy.DYNAMIC, "compression": None}
+    dataset = dataset.apply(service.distribute(service=target, job_name="all", **way))
+    for _ in dataset.prefetch(tf.data.AUTOTUNE):
+        counts[number] += 1
+
+
+def service_traffic(workers: int) -> Traffic:
+    """Run the dispatcher with so many workers, and the consumers."""
+    counts, (pipe, its) = counters(TF_CONSUMERS), multiprocessing.Pipe()
+    with children(serve, [(workers, its)]) as [server]:
+        target = pipe.recv()
+        rows = [(number, target, counts) for number in range(TF_CONSUMERS)]
+        with children(consume, rows) as clients:
+            return watch([psutil.Process(server.pid)], clients, counts)
+
+
+def tf_data_service() -> tuple[dict, list[str]]:
+    """Print the service's traffic; return it. There is no target."""
+    found = {workers: quietly(service_traffic, workers) for workers in TF_WORKERS}
+    rows = [(n, *traffic.cells(n * AT_ONCE / TF_SECONDS)) for n, traffic in found.items()]
+    table(f"tf.data.service's workers | {HEADS}", rows)
+    return {workers: asdict(traffic) for workers, traffic in found.items()}, []
 
 
 def main() -> None:
     """Measure and print all; fail if a target is missed."""
     found, missed = {}, []
-    for part in (loader, epochs, clients):
+    for part in (loader, runtime, tf_data_service):
         found[part.__name__], late = part()
         missed += late
-    for part in (runtime, tensorflow, batches):  # the last pins this process
-        found[part.__name__] = part()
-    reckon(found["batches"])
     write_results("scale", found)
+    print(f"\nTarget: {LEAST} of the batches that the loader's workers can prepare.")
     if missed:
         sys.exit(f"Targets missed: {missed}: is the machine busy?")
 

@@ -77,10 +77,10 @@ def main() -> None:
     os.sched_setaffinity(0, {first})
     accelerator, cpu = (lambda: time.sleep(ACCELERATOR_SECONDS)), compute()
     found: dict[str, list[float]] = {"more": [], "longer": []}
-    with data_host(1, "taskset", "--cpu-list", str(last), sys.executable) as (far, _):
+    with data_host(1, "taskset", "--cpu-list", str(last)) as (far, _):
         for core, step, kind in ((first, accelerator, "more"), (last, cpu, "longer")):
             # As hetero/ runs it: see spare.py there.
-            idle = "taskset", "--cpu-list", str(core), "chrt", "--idle", "0", sys.executable
+            idle = "taskset", "--cpu-list", str(core), "chrt", "--idle", "0"
             with data_host(1, *idle, address=OWN):
                 for _ in range(TIMES):
                     alone, both = (train(hosts, step) for hosts in ([far], [OWN, far]))

@@ -3,26 +3,17 @@
     python scripts/pictures.py
 
 They are to be read on a phone too: lengths are in pixels of a picture that is shown 360 pixels
-wide, no text is smaller than 11 of them, and texts are drawn as shapes, so that they look the same
-everywhere. A white card of its own carries each picture on dark pages. The same lines draw the same
-bytes: a file does not say when it was drawn. The result is that of the notebooks' saved outputs:
-draw again when they have been run again.
+wide, and no text is smaller than 11 of them. Texts are in the reader's font; those that we name are
+among the widest, so that texts have room in others too. A white card of its own carries each
+picture on dark pages. The result is that of the notebooks' saved outputs: draw again when they have
+been run again.
 """
 
-import io
 import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import matplotlib
-import matplotlib.style
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
-from matplotlib.path import Path as Line
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for the folder `shared`
@@ -33,43 +24,61 @@ BLUE, ORANGE, GREEN, _ = COLOURS  # training, preparing batches, sharing out fil
 PALE_BLUE, PALE_ORANGE, PALE_GREY = "#E3F0F8", "#FDF1DA", "#EEEEEE"
 GREY, DARK, WHITE = "#8A8A8A", "#1A1A1A", "#FFFFFF"
 WIDTH = 360  # pixels
-POINTS = 1.2  # of matplotlib's, for one pixel: a picture is 6 inches wide where nothing limits it
-FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # matplotlib's own, on every machine
+INHERITED = {  # what elements look like that do not say otherwise
+    "font_family": "DejaVu Sans, Verdana, sans-serif",
+    "font_size": 12,
+    "font_weight": "normal",
+    "text_anchor": "middle",
+    "fill": DARK,
+    "stroke": "none",
+}
+
+Picture = list[str]  # the lines of an SVG file: an element each, later ones above earlier ones
 
 
 # --------------------------------------------------------------------------------------- pieces
 
 
-def card(height: float, title: str) -> Axes:
+def attributes(**values: str | float) -> str:
+    """Write attributes of an element."""
+    words = {key: x if isinstance(x, str) else f"{round(x, 1):g}" for key, x in values.items()}
+    return "".join(f' {key.replace("_", "-")}="{word}"' for key, word in words.items())
+
+
+def add(picture: Picture, tag: str, content: str = "", **values: str | float) -> None:
+    """Add an element, without the attributes that it inherits anyway."""
+    own = {name: value for name, value in values.items() if INHERITED.get(name) != value}
+    picture.append(f"<{tag}{attributes(**own)}" + (f">{content}</{tag}>" if content else "/>"))
+
+
+def card(height: float, title: str) -> Picture:
     """Begin a picture: a white card, `height` pixels high. y goes down, as in images."""
-    figure = Figure(figsize=(WIDTH * POINTS / 72, height * POINTS / 72))
-    figure.patch.set_visible(False)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
-    axes.set_axis_off()
-    box(axes, 1, 1, WIDTH - 2, height - 2, WHITE, edge="#D0D0D0", corner=12)
-    text(axes, WIDTH / 2, 22, title, size=15, bold=True)
-    return axes
+    shown = {"width": 1.6 * WIDTH, "height": 1.6 * height}  # where nothing limits it
+    view = attributes(viewBox=f"0 0 {WIDTH} {height}", **shown, **INHERITED)
+    picture = [f'<svg xmlns="http://www.w3.org/2000/svg"{view}>']
+    box(picture, 1, 1, WIDTH - 2, height - 2, WHITE, edge="#D0D0D0", corner=12)
+    text(picture, WIDTH / 2, 22, title, size=15, bold=True)
+    return picture
 
 
 def text(
-    axes: Axes,
+    picture: Picture,
     x: float,
     y: float,
     words: str,
     size: float = 12,
     bold: bool = False,
     colour: str = DARK,
-    align: str = "center",
+    align: str = "middle",
 ) -> None:
-    """Write a line whose middle is at height `y`."""
-    font = FontProperties(fname=FONTS / ("DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"))
-    font.set_size(size * POINTS)
-    # zorder is that of boxes and arrows: then what is drawn later lies above.
-    axes.text(x, y + 0.36 * size, words, color=colour, ha=align, font=font, zorder=1)
+    """Write a line whose middle is at height `y`; it starts, has its middle or ends at `x`."""
+    weight = "bold" if bold else "normal"
+    look = {"font_size": size, "font_weight": weight, "text_anchor": align, "fill": colour}
+    add(picture, "text", words, x=x, y=y + 0.36 * size, **look)
 
 
 def box(
-    axes: Axes,
+    picture: Picture,
     x: float,
     y: float,
     width: float,
@@ -83,40 +92,48 @@ def box(
 
     It covers what has been drawn there before.
     """
-    shape = f"round,pad=0,rounding_size={corner}"
-    patch = FancyBboxPatch((x, y), width, height, shape, facecolor=fill, edgecolor=edge)
-    axes.add_patch(patch)
+    place = {"x": x, "y": y, "width": width, "height": height, "rx": corner}
+    add(picture, "rect", **place, fill=fill, stroke=edge)
     lines = words.splitlines()
     for number, line in enumerate(lines):
         middle = y + height / 2 + 15 * (number - (len(lines) - 1) / 2)
-        text(axes, x + width / 2, middle, line, colour=WHITE if fill in (BLUE, DARK) else DARK)
+        text(picture, x + width / 2, middle, line, colour=WHITE if fill in (BLUE, DARK) else DARK)
 
 
 def group(
-    axes: Axes, y: float, height: float, fill: str, name: str, hosts: str, name_y: float = 0
+    picture: Picture, y: float, height: float, fill: str, name: str, hosts: str, name_y: float = 0
 ) -> None:
     """Draw the frame of an instance group, and say, at its top or `name_y`, what it is."""
-    box(axes, 10, y, 340, height, fill, edge=GREY, corner=8)
-    text(axes, 22, name_y or y + 15, name, size=13, bold=True, align="left")
-    text(axes, 338, name_y or y + 15, hosts, align="right")
+    box(picture, 10, y, 340, height, fill, edge=GREY, corner=8)
+    text(picture, 22, name_y or y + 15, name, size=13, bold=True, align="start")
+    text(picture, 338, name_y or y + 15, hosts, align="end")
+
+
+def line(picture: Picture, *points: tuple[float, float], colour: str, **look: str) -> None:
+    """Draw a line along the points."""
+    along = " ".join(f"{x:g},{y:g}" for x, y in points)
+    add(picture, "polyline", points=along, fill="none", stroke=colour, stroke_width=1.5, **look)
 
 
 def arrow(
-    axes: Axes, *points: tuple[float, float], colour: str = DARK, ends: str = "-|>", line: str = "-"
+    picture: Picture, *points: tuple[float, float], colour: str, both_ends: bool = False
 ) -> None:
     """Draw an arrow along the points."""
-    patch = FancyArrowPatch(
-        path=Line(points), arrowstyle=ends, color=colour, linestyle=line, linewidth=1.8
-    )
-    patch.set_mutation_scale(9)
-    axes.add_patch(patch)
+    name = f"head-{colour[1:]}"
+    look = attributes(viewBox="0 0 8 8", refX=7, refY=4)
+    head = f'<marker id="{name}"{look} orient="auto-start-reverse">'
+    head += f'<path d="M0,0 8,4 0,8" fill="{colour}"/></marker>'
+    if head not in picture:  # once for all arrows of that colour
+        picture.append(head)
+    ends = ("marker_start", "marker_end") if both_ends else ("marker_end",)
+    line(picture, *points, colour=colour, **dict.fromkeys(ends, f"url(#{name})"))
 
 
 # ------------------------------------------------------------------ why: what hosts do over time
 
 
 def timeline(
-    axes: Axes,
+    picture: Picture,
     y: float,
     colour: str,
     batches: Sequence[tuple[int, int, int]],
@@ -127,138 +144,138 @@ def timeline(
     batches: that it works on: start, end and the batch's number. waits: start and end.
     """
     left, unit = 22, 316 / 12
-    box(axes, left, y, 316, 24, PALE_GREY)
+    box(picture, left, y, 316, 24, PALE_GREY)
     for start, end in waits:
-        text(axes, left + unit * (start + end) / 2, y + 12, "waits")
+        text(picture, left + unit * (start + end) / 2, y + 12, "waits")
     for start, end, number in batches:
-        box(axes, left + unit * start + 1, y, unit * (end - start) - 2, 24, colour, f"{number}")
+        box(picture, left + unit * start + 1, y, unit * (end - start) - 2, 24, colour, f"{number}")
 
 
-def time_axis(axes: Axes, y: float) -> None:
+def time_axis(picture: Picture, y: float) -> None:
     """Show the direction of time below time lines."""
-    text(axes, 22, y, "time", align="left")
-    arrow(axes, (58, y), (338, y), colour=GREY)
+    text(picture, 22, y, "time", align="start")
+    arrow(picture, (58, y), (338, y), colour=GREY)
 
 
-def homogeneous_job() -> Axes:
+def homogeneous_job() -> Picture:
     """The few vCPUs of a GPU instance prepare batches more slowly than its GPU trains on them."""
-    axes = card(226, "Homogeneous: the GPU waits")
-    group(axes, 42, 132, WHITE, "one instance", "few vCPUs, a GPU")
-    text(axes, 22, 80, "its vCPUs prepare batches", align="left")
-    timeline(axes, 91, ORANGE, [(t, t + 3, t // 3 + 1) for t in (0, 3, 6, 9)])
-    text(axes, 22, 128, "its GPU trains on them", align="left")
+    picture = card(226, "Homogeneous: the GPU waits")
+    group(picture, 42, 132, WHITE, "one instance", "few vCPUs, a GPU")
+    text(picture, 22, 80, "its vCPUs prepare batches", align="start")
+    timeline(picture, 91, ORANGE, [(t, t + 3, t // 3 + 1) for t in (0, 3, 6, 9)])
+    text(picture, 22, 128, "its GPU trains on them", align="start")
     waits = [(0, 3), (4, 6), (7, 9), (10, 12)]
-    timeline(axes, 139, BLUE, [(t, t + 1, t // 3) for t in (3, 6, 9)], waits)
-    time_axis(axes, 187)
-    text(axes, WIDTH / 2, 208, "You pay for the GPU while it waits.")
-    return axes
+    timeline(picture, 139, BLUE, [(t, t + 1, t // 3) for t in (3, 6, 9)], waits)
+    time_axis(picture, 187)
+    text(picture, WIDTH / 2, 208, "You pay for the GPU while it waits.")
+    return picture
 
 
-def heterogeneous_job() -> Axes:
+def heterogeneous_job() -> Picture:
     """Two CPU instances prepare batches for a GPU instance, which trains without pause."""
-    axes = card(320, "Heterogeneous: the GPU trains")
-    group(axes, 42, 114, PALE_ORANGE, "data_group", "CPU instances")
-    text(axes, 22, 80, "their many vCPUs prepare batches", align="left")
-    timeline(axes, 91, ORANGE, [(t, t + 2, t + 1) for t in range(0, 12, 2)])
-    timeline(axes, 121, ORANGE, [(t, t + 2, t + 2) for t in range(0, 12, 2)])
-    arrow(axes, (110, 157), (110, 183), colour=ORANGE)
-    text(axes, 122, 169, "batches over the network", align="left")
-    group(axes, 184, 84, PALE_BLUE, "dnn_group", "GPU instance")
-    text(axes, 22, 222, "its GPU trains on them", align="left")
-    timeline(axes, 233, BLUE, [(t, t + 1, t - 1) for t in range(2, 12)], waits=[(0, 2)])
-    time_axis(axes, 281)
-    text(axes, WIDTH / 2, 302, "One job: all hosts are billed until the last ends.")
-    return axes
+    picture = card(320, "Heterogeneous: the GPU trains")
+    group(picture, 42, 114, PALE_ORANGE, "data_group", "CPU instances")
+    text(picture, 22, 80, "their many vCPUs prepare batches", align="start")
+    timeline(picture, 91, ORANGE, [(t, t + 2, t + 1) for t in range(0, 12, 2)])
+    timeline(picture, 121, ORANGE, [(t, t + 2, t + 2) for t in range(0, 12, 2)])
+    arrow(picture, (110, 157), (110, 183), colour=ORANGE)
+    text(picture, 122, 169, "batches over the network", align="start")
+    group(picture, 184, 84, PALE_BLUE, "dnn_group", "GPU instance")
+    text(picture, 22, 222, "its GPU trains on them", align="start")
+    timeline(picture, 233, BLUE, [(t, t + 1, t - 1) for t in range(2, 12)], waits=[(0, 2)])
+    time_axis(picture, 281)
+    text(picture, WIDTH / 2, 302, "One job: all hosts are billed until the last ends.")
+    return picture
 
 
 # -------------------------------------------------------------------- how: what runs on the hosts
 
 LEFT, RIGHT, HOST = 20, 194, 146  # two hosts side by side, and how wide they are
 GUTTER = 180  # between them, where the launchers' connections go
-CONNECTION = {"colour": GREY, "ends": "-", "line": ":"}
+CONNECTION = {"colour": GREY, "stroke_dasharray": "2 1.5"}
 
 
-def launcher(axes: Axes, x: float, y: float) -> None:
+def launcher(picture: Picture, x: float, y: float) -> None:
     """Draw the launcher of the host at `x`, connected with the gutter."""
-    arrow(axes, (x + HOST / 2, y + 11), (GUTTER, y + 11), **CONNECTION)
-    box(axes, x + 8, y, HOST - 16, 22, "#D5D5D5", "launcher")
+    line(picture, (x + HOST / 2, y + 11), (GUTTER, y + 11), **CONNECTION)
+    box(picture, x + 8, y, HOST - 16, 22, "#D5D5D5", "launcher")
 
 
-def leader(axes: Axes, y: float, others_y: float) -> None:
+def leader(picture: Picture, y: float, others_y: float) -> None:
     """Draw the launcher that the other hosts', down from `others_y`, are connected with."""
-    line = (GUTTER, others_y + 11), (GUTTER, y + 11), (LEFT + HOST / 2, y + 11)
-    arrow(axes, *line, **CONNECTION)
-    box(axes, LEFT + 8, y, HOST - 16, 22, DARK, "launcher: leader")
+    to = LEFT + HOST / 2, y + 11
+    line(picture, (GUTTER, others_y + 11), (GUTTER, y + 11), to, **CONNECTION)
+    box(picture, LEFT + 8, y, HOST - 16, 22, DARK, "launcher: leader")
 
 
-def footer(axes: Axes, y: float) -> None:
+def footer(picture: Picture, y: float) -> None:
     """Say what launchers are for."""
-    text(axes, WIDTH / 2, y, "A launcher on every host. The leader starts")
-    text(axes, WIDTH / 2, y + 17, "the training, and ends the job on all of them.")
+    text(picture, WIDTH / 2, y, "A launcher on every host. The leader starts")
+    text(picture, WIDTH / 2, y + 17, "the training, and ends the job on all of them.")
 
 
-def pytorch_workflow() -> Axes:
+def pytorch_workflow() -> Picture:
     """Data hosts prepare samples in worker processes; the loaders of training hosts fetch them."""
-    axes = card(488, "PyTorch: samples over gRPC")
-    group(axes, 42, 152, PALE_ORANGE, "data_group", "CPU instances")
-    group(axes, 252, 182, PALE_BLUE, "dnn_group", "GPU instances", name_y=418)
+    picture = card(488, "PyTorch: samples over gRPC")
+    group(picture, 42, 152, PALE_ORANGE, "data_group", "CPU instances")
+    group(picture, 252, 182, PALE_BLUE, "dnn_group", "GPU instances", name_y=418)
     for x in (LEFT, RIGHT):
-        box(axes, x, 72, HOST, 114, WHITE, edge=GREY)
-        box(axes, x, 262, HOST, 140, WHITE, edge=GREY)
-    leader(axes, 372, others_y=80)
-    launcher(axes, RIGHT, 372)
-    box(axes, LEFT, 210, 320, 26, WHITE, "samples, asked for in signed calls", edge=ORANGE)
+        box(picture, x, 72, HOST, 114, WHITE, edge=GREY)
+        box(picture, x, 262, HOST, 140, WHITE, edge=GREY)
+    leader(picture, 372, others_y=80)
+    launcher(picture, RIGHT, 372)
+    box(picture, LEFT, 210, 320, 26, WHITE, "samples, asked for in signed calls", edge=ORANGE)
     for x in (LEFT, RIGHT):
-        launcher(axes, x, 80)
-        text(axes, x + HOST / 2, 114, "worker processes")
+        launcher(picture, x, 80)
+        text(picture, x + HOST / 2, 114, "worker processes")
         for number in range(4):
-            box(axes, x + 17 + 30 * number, 124, 22, 14, ORANGE, corner=3)
-        arrow(axes, (x + HOST / 2, 138), (x + HOST / 2, 152), colour=ORANGE)
-        box(axes, x + 8, 153, HOST - 16, 25, ORANGE, "gRPC server")
-        arrow(axes, (x + HOST / 2, 178), (x + HOST / 2, 209), colour=ORANGE)
+            box(picture, x + 17 + 30 * number, 124, 22, 14, ORANGE, corner=3)
+        arrow(picture, (x + HOST / 2, 138), (x + HOST / 2, 152), colour=ORANGE)
+        box(picture, x + 8, 153, HOST - 16, 25, ORANGE, "gRPC server")
+        arrow(picture, (x + HOST / 2, 178), (x + HOST / 2, 209), colour=ORANGE)
         for left in (x + 8, x + 77):
-            arrow(axes, (left + 30, 237), (left + 30, 269), colour=ORANGE)
-            box(axes, left, 270, 61, 24, WHITE, "loader", edge=ORANGE)
-            arrow(axes, (left + 30, 294), (left + 30, 306), colour=ORANGE)
-            box(axes, left, 307, 61, 24, BLUE, "GPU")
-            arrow(axes, (left + 30, 331), (left + 30, 344), colour=BLUE, ends="<|-|>")
-    box(axes, LEFT + 8, 344, 304, 20, PALE_BLUE, "gradients (NCCL)", edge=BLUE)
-    footer(axes, 451)
-    return axes
+            arrow(picture, (left + 30, 237), (left + 30, 269), colour=ORANGE)
+            box(picture, left, 270, 61, 24, WHITE, "loader", edge=ORANGE)
+            arrow(picture, (left + 30, 294), (left + 30, 306), colour=ORANGE)
+            box(picture, left, 307, 61, 24, BLUE, "GPU")
+            arrow(picture, (left + 30, 331), (left + 30, 344), colour=BLUE, both_ends=True)
+    box(picture, LEFT + 8, 344, 304, 20, PALE_BLUE, "gradients (NCCL)", edge=BLUE)
+    footer(picture, 451)
+    return picture
 
 
-def tensorflow_workflow() -> Axes:
+def tensorflow_workflow() -> Picture:
     """Workers on data hosts and on spare cores of the training host feed its ranks."""
-    axes = card(480, "TensorFlow: tf.data.service")
-    group(axes, 42, 160, PALE_ORANGE, "data_group", "CPU instances")
-    group(axes, 260, 166, PALE_BLUE, "dnn_group", "GPU instance", name_y=410)
+    picture = card(480, "TensorFlow: tf.data.service")
+    group(picture, 42, 160, PALE_ORANGE, "data_group", "CPU instances")
+    group(picture, 260, 166, PALE_BLUE, "dnn_group", "GPU instance", name_y=410)
     for x in (LEFT, RIGHT):
-        box(axes, x, 72, HOST, 122, WHITE, edge=GREY)
-    box(axes, LEFT, 270, 320, 124, WHITE, edge=GREY)
-    leader(axes, 364, others_y=80)
-    box(axes, LEFT, 218, 320, 26, WHITE, "batches, each to one of the ranks", edge=ORANGE)
+        box(picture, x, 72, HOST, 122, WHITE, edge=GREY)
+    box(picture, LEFT, 270, 320, 124, WHITE, edge=GREY)
+    leader(picture, 364, others_y=80)
+    box(picture, LEFT, 218, 320, 26, WHITE, "batches, each to one of the ranks", edge=ORANGE)
     for x in (LEFT, RIGHT):
-        launcher(axes, x, 80)
-        box(axes, x + 8, 148, HOST - 16, 38, ORANGE, "worker:\ntf.data pipeline")
-        arrow(axes, (x + HOST / 2, 186), (x + HOST / 2, 217), colour=ORANGE)
+        launcher(picture, x, 80)
+        box(picture, x + 8, 148, HOST - 16, 38, ORANGE, "worker:\ntf.data pipeline")
+        arrow(picture, (x + HOST / 2, 186), (x + HOST / 2, 217), colour=ORANGE)
     # The dispatcher, from which all workers have their files.
-    arrow(axes, (LEFT + HOST / 2, 136), (LEFT + HOST / 2, 147), colour=GREEN)
-    arrow(axes, (158, 124), (267, 124), (267, 147), colour=GREEN)
-    arrow(axes, (28, 124), (15, 124), (15, 315), (27, 315), colour=GREEN)
-    text(axes, 230, 135, "which files")
-    box(axes, LEFT + 8, 112, HOST - 16, 24, GREEN, "dispatcher")
+    arrow(picture, (LEFT + HOST / 2, 136), (LEFT + HOST / 2, 147), colour=GREEN)
+    arrow(picture, (158, 124), (267, 124), (267, 147), colour=GREEN)
+    arrow(picture, (28, 124), (15, 124), (15, 315), (27, 315), colour=GREEN)
+    text(picture, 230, 135, "which files")
+    box(picture, LEFT + 8, 112, HOST - 16, 24, GREEN, "dispatcher")
 
-    box(axes, LEFT + 8, 278, HOST - 16, 74, ORANGE, "worker on\nspare cores")
-    arrow(axes, (93, 278), (93, 245), colour=ORANGE)
+    box(picture, LEFT + 8, 278, HOST - 16, 74, ORANGE, "worker on\nspare cores")
+    arrow(picture, (93, 278), (93, 245), colour=ORANGE)
     for x in (RIGHT + 8, RIGHT + 77):
-        arrow(axes, (x + 30, 245), (x + 30, 277), colour=ORANGE)
-        box(axes, x, 278, 61, 36, PALE_BLUE, "rank", edge=BLUE)
-        arrow(axes, (x + 30, 314), (x + 30, 326), colour=BLUE)
-        box(axes, x, 327, 61, 24, BLUE, "GPU")
-        arrow(axes, (x + 30, 351), (x + 30, 364), colour=BLUE, ends="<|-|>")
-    box(axes, RIGHT + 8, 364, 130, 22, PALE_BLUE, "gradients", edge=BLUE)
-    footer(axes, 443)
-    return axes
+        arrow(picture, (x + 30, 245), (x + 30, 277), colour=ORANGE)
+        box(picture, x, 278, 61, 36, PALE_BLUE, "rank", edge=BLUE)
+        arrow(picture, (x + 30, 314), (x + 30, 326), colour=BLUE)
+        box(picture, x, 327, 61, 24, BLUE, "GPU")
+        arrow(picture, (x + 30, 351), (x + 30, 364), colour=BLUE, both_ends=True)
+    box(picture, RIGHT + 8, 364, 130, 22, PALE_BLUE, "gradients", edge=BLUE)
+    footer(picture, 443)
+    return picture
 
 
 # ------------------------------------------------------------------------ result: what came out
@@ -304,32 +321,86 @@ def results() -> dict[str, list[tuple[float, float]]]:
     return here | {f"{name}, AWS 2022": published(name) for name in NOTEBOOKS}
 
 
-def result() -> Axes:
+def result() -> Picture:
     """A training step on the GPU instance alone, and with CPU instances: its time and its cost."""
-    axes = card(376, "A step, before and after")
+    picture = card(392, "A step, before and after")
     for number, (name, jobs) in enumerate(results().items()):
         y = 42 + 72 * number
         (before, before_usd), (after, after_usd) = jobs
         cheaper = 1 - after_usd / before_usd
-        text(axes, 16, y + 9, name, bold=True, align="left")
+        text(picture, 16, y + 9, name, bold=True, align="start")
         gain = f"{before / after:.1f}x as fast, {100 * cheaper:.0f} % cheaper"
-        text(axes, 344, y + 9, gain, align="right")
+        text(picture, 344, y + 9, gain, size=11, align="end")
         for row, (ms, usd, colour) in enumerate(
             [(before, before_usd, GREY), (after, after_usd, BLUE)]
         ):
             top = y + 20 + 22 * row
-            box(axes, 16, top, 176 * ms / before, 18, colour, corner=3)
+            box(picture, 16, top, 176 * ms / before, 18, colour, corner=3)
             words = f"{round(ms, 1):,g} ms, USD {usd:.2f}"
-            text(axes, 22 + 176 * ms / before, top + 9, words, align="left")
-    text(axes, WIDTH / 2, 344, "Grey: the GPU instance alone. Blue: with CPU instances.", size=11)
-    text(axes, WIDTH / 2, 361, "USD for 1,000 steps. make demo: times of two CPU cores.", size=11)
-    return axes
+            text(picture, 22 + 176 * ms / before, top + 9, words, align="start")
+    for row, words in enumerate(
+        [
+            "Grey: the GPU instance alone. Blue: with CPU instances.",
+            "Each pair of bars has its own scale.",
+            "USD for 1,000 steps. make demo: times of two CPU cores.",
+        ]
+    ):
+        text(picture, WIDTH / 2, 342 + 17 * row, words, size=11)
+    return picture
+
+
+# --------------------------------------------------------------- cloudwatch: how it is recognized
+
+# Of the hosts of AWS's TensorFlow jobs: percent of the instance, and its number of vCPUs or GPUs.
+USE = {
+    "ml.p4d.24xlarge alone": [("p4d CPU", 91.3365625, 96), ("p4d GPU", 45.25, 8)],
+    "with 2 ml.c5.18xlarge": [
+        ("p4d CPU", 78.7053125, 96),
+        ("p4d GPU", 73.875, 8),
+        ("c5 CPU", 77.9426388889, 72),
+        ("c5 CPU", 78.6570833333, 72),
+    ],
+}
+
+
+def in_cloudwatch(percent: float, units: int) -> str:
+    """Return what CloudWatch shows, where 100 % is one vCPU or one GPU, and the most it can be."""
+    return f"{percent * units:,.0f} of {100 * units:,} %"
+
+
+def cloudwatch() -> Picture:
+    """What CloudWatch shows of a GPU instance that waits for its CPUs, and with CPU instances.
+
+    Use is as published in AWS's examples (github.com/aws/amazon-sagemaker-examples, commit 18fa6ea,
+    training/heterogeneous-clusters/tf.data.service.sagemaker), where two screenshots of CloudWatch
+    show it in percent of the instance, with numbers of the minute at the cursor:
+    "images/metrics homogeneous cpu and gpu usage.png", 21:51 on 2022-09-21, and
+    "images/metrics Heterogeneous cpu and gpu usage.png.png", 21:55 on 2022-09-22. CloudWatch's own
+    numbers are these times vCPUs or GPUs, by the formulas in cloudwatch-metric-definitions/ there.
+    """
+    picture = card(304, "What CloudWatch shows")
+    y = 52
+    for (hosts, use), run in zip(USE.items(), costs.PUBLISHED["TensorFlow"].values(), strict=True):
+        text(picture, 16, y, hosts, bold=True, align="start")
+        text(picture, 344, y, f"{run.step_time_ms:.0f} ms a step", align="end")
+        for name, percent, units in use:
+            y += 24
+            colour = BLUE if name.endswith("GPU") else ORANGE
+            text(picture, 16, y, name, align="start")
+            box(picture, 82, y - 9, 140, 18, PALE_GREY, corner=3)
+            box(picture, 82, y - 9, 1.4 * percent, 18, colour, f"{percent:.0f} %", corner=3)
+            text(picture, 230, y, in_cloudwatch(percent, units), align="start")
+        y += 32
+    text(picture, WIDTH / 2, y, "Bars: percent of the instance. Right: CloudWatch's", size=11)
+    text(picture, WIDTH / 2, y + 17, "numbers, where 100 % is one vCPU or one GPU.", size=11)
+    return picture
 
 
 # ---------------------------------------------------------------------------------------- files
 
 # Each example's folder is there to be copied by itself, so each has what its notebook shows.
 PICTURES = {
+    "docs/images/cloudwatch.svg": cloudwatch,
     "docs/images/result.svg": result,
     "hello.world.sagemaker/images/basic-homogeneous-job.svg": homogeneous_job,
     "hello.world.sagemaker/images/basic-heterogeneous-job.svg": heterogeneous_job,
@@ -342,21 +413,17 @@ PICTURES = {
 }
 
 
-def svg(draw: Callable[[], Axes]) -> bytes:
-    """Return what `draw` draws as an SVG file, the same whenever and wherever it is drawn."""
-    salted = {"svg.hashsalt": draw.__name__, "svg.fonttype": "path"}  # ids are random otherwise
-    about = {"Title": draw.__doc__, "Creator": None, "Date": None}
-    file = io.BytesIO()
-    with matplotlib.style.context(["default", salted]):
-        draw().figure.savefig(file, format="svg", metadata=about)
-    return file.getvalue()
+def svg(draw: Callable[[], Picture]) -> str:
+    """Return what `draw` draws as an SVG file, with the first line of its docstring as title."""
+    begin, *elements = draw()
+    title = f"<title>{draw.__doc__.splitlines()[0]}</title>"
+    return "\n".join([begin, title, *elements, "</svg>", ""])
 
 
 def main() -> None:
     """Write all pictures."""
     for name, draw in PICTURES.items():
-        (ROOT / name).parent.mkdir(exist_ok=True)
-        (ROOT / name).write_bytes(svg(draw))
+        (ROOT / name).write_text(svg(draw))
         print(name)
 
 

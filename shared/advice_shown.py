@@ -33,15 +33,18 @@ def as_text(advice: Advice) -> str:
 
 
 def as_html(advice: Advice) -> str:
-    """Write the same as HTML for a notebook, whose tables are as wide as its window."""
+    """Write the same as HTML for a notebook: the verdict, and the rest folded below it."""
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in advice.reasons)
     inputs = pd.DataFrame({"": list(advice.inputs), FORMULA: list(advice.inputs.values())})
     tables = [inputs, *map(_printed, _tables(advice))]
     html = "\n".join(
         [
-            f"<p><b>{escape(_headline(advice))}</b></p><ul>{reasons}</ul>",
+            f"<p><b>{escape(_headline(advice))}</b></p>",
+            "<details><summary>Why, by which formula, and what else there is</summary>",
+            f"<ul>{reasons}</ul>",
             *(table.to_html(index=False, border=0) for table in tables),
             *(f"{escape(note)}<br>" for note in _notes(advice)),
+            "</details>",
         ]
     )
     # In the tags themselves, since JupyterLab leaves out style sheets and sets tables to the right.

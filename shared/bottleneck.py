@@ -4,7 +4,8 @@ CloudWatch has the CPU and GPU utilisation of each host, DescribeTrainingJob the
 the groups, the log which host is in which group and how long the training waits for data. Only
 boto3 is used, so that it works alike on AWS and on the local SageMaker. There the time that a host
 gets on its cores stands for the vCPUs of its instance type: hosts that share a core, with each
-other or with other programs, cannot reach 100 %.
+other or with other programs, cannot reach 100 %. And there is no GPU: where an instance type has
+one, and CloudWatch knows of none, the host's cores play it.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import pandas as pd
 
 from shared import prices
 from shared.jobs import ask, describe
-from shared.logs import hosts_of, logs, step_table
+from shared.logs import hosts_of, logs, step_table, steps
 
 # The name of each unit in CloudWatch, in prices.csv, and of the busy ones in our tables.
 UNITS = (("CPU", "vcpus", "busy vCPUs"), ("GPU", "gpus", "busy GPUs"))
@@ -29,9 +30,9 @@ LIMIT_PERCENT = 90
 LATE = "they come once a minute, some minutes late"
 LEAST_WAIT_PERCENT = 10  # our choice: whoever costs less of each step holds nobody up
 RULE = (
-    f"Bottleneck: an instance group's CPUs or GPUs that are at least {LIMIT_PERCENT} % busy, on "
-    "average from the first step line to the last.\nA group without step lines of its own counts "
-    f"only if the training waits for data for at least {LEAST_WAIT_PERCENT} % of the step time."
+    f"Bottleneck: a group's CPUs that are at least {LIMIT_PERCENT} % busy, on average from the "
+    f"first step line to the last,\nwhere data costs at least {LEAST_WAIT_PERCENT} % of a step. "
+    "Where it does not, GPUs that busy are the limit, as they should be."
 )
 
 
@@ -48,6 +49,7 @@ class Observed:
             nan if prices.csv does not have the type.
         busy: Number of busy ones over time (UTC), by (host, "CPU" or "GPU"); an empty series where
             CloudWatch has no values.
+        without_data_ms: Step time of the same job without data; nan if not known.
     """
 
     description: dict[str, Any]
@@ -56,14 +58,25 @@ class Observed:
     steps: pd.DataFrame
     hosts: pd.DataFrame
     busy: dict[tuple[str, str], pd.Series]
+    without_data_ms: float = nan
+
+    def plays_gpu(self, host: str) -> bool:
+        """Whether a host's cores play the GPU that its instance type has and this machine lacks."""
+        gpus = self.hosts.set_index("host")["gpus"][host]
+        return gpus > 0 and self.busy[host, "GPU"].empty and not self.busy[host, "CPU"].empty
 
 
-def observe(job_name: str, session: boto3.Session | None = None) -> Observed:
-    """Read what is known of a training job.
+def observe(
+    job_name: str, session: boto3.Session | None = None, synthetic_job: str | None = None
+) -> Observed:
+    """Read what is known of a training job, and of the same job without data.
 
     Raises:
         ValueError: there is no such job, or it has no log (yet).
     """
+    without_data_ms = nan
+    if synthetic_job:
+        without_data_ms = steps(synthetic_job, session)["step_time_ms"].median()
     description, lines = describe(job_name, session), logs(job_name, session)
     config = description["ResourceConfig"]
     sizes = {price.instance_type: (price.vcpus or nan, price.gpus) for price in prices.load()}
@@ -81,7 +94,8 @@ def observe(job_name: str, session: boto3.Session | None = None) -> Observed:
         for row in hosts
         for unit, *_ in UNITS
     }
-    return Observed(description, start, end, step_table(lines), pd.DataFrame(hosts), busy)
+    table = step_table(lines)
+    return Observed(description, start, end, table, pd.DataFrame(hosts), busy, without_data_ms)
 
 
 def _busy(
@@ -176,18 +190,38 @@ def wait_percent(steps: pd.DataFrame) -> float:
     return 100 * steps["data_wait_ms"].median() / steps["step_time_ms"].median()
 
 
+def data_percent(seen: Observed) -> float:
+    """Compute which part of a step data costs; nan if not known.
+
+    By the step without data, if that is known. Else it is what the training waits for data, which
+    is less where workers share the cores with the training, and slow down its steps as well.
+    """
+    if isnan(seen.without_data_ms):
+        return wait_percent(seen.steps)
+    step_ms = seen.steps["step_time_ms"].median()
+    return max(0.0, 100 * (1 - seen.without_data_ms / step_ms))
+
+
 def find(seen: Observed) -> dict[tuple[str, str], float]:
-    """Find the bottleneck by RULE: percent busy by (group, "CPU" or "GPU"); empty if none is."""
-    wait = wait_percent(seen.steps)
+    """Find what holds the job up by RULE: percent busy by (group, "CPU" or "GPU"); empty if none.
+
+    If there is a "CPU" among them it is the bottleneck, else the GPUs are the limit.
+    """
+    costs, hosts = data_percent(seen), averages(seen)
     trainers = set() if seen.steps.empty else set(seen.steps["host"])
-    found = {}
-    for group, hosts in averages(seen).groupby("group"):
-        counts = isnan(wait) or wait >= LEAST_WAIT_PERCENT or trainers & set(hosts["host"])
-        for unit, *_ in UNITS:
-            percent = hosts[f"{unit} (%)"].mean()
-            if counts and percent >= LIMIT_PERCENT:
-                found[group, unit] = percent
-    return found
+    cpus_count = isnan(costs) or costs >= LEAST_WAIT_PERCENT
+    cpus, gpus = {}, {}
+    for group, members in hosts.groupby("group"):
+        percents = {unit: members[f"{unit} (%)"].mean() for unit, *_ in UNITS}
+        if all(map(seen.plays_gpu, members["host"])):
+            # Beside other groups that prepare data the cores do nothing else.
+            both = set(hosts["host"]) <= trainers
+            percents = {"CPU" if both and cpus_count else "GPU": percents["CPU"]}
+        if cpus_count and percents.get("CPU", 0) >= LIMIT_PERCENT:
+            cpus[group, "CPU"] = percents["CPU"]
+        if percents.get("GPU", 0) >= LIMIT_PERCENT:
+            gpus[group, "GPU"] = percents["GPU"]
+    return cpus or gpus
 
 
 def missing(seen: Observed) -> str:
@@ -208,8 +242,10 @@ def missing(seen: Observed) -> str:
 
 def verdict(seen: Observed) -> str:
     """Say in one or two sentences what holds the training up."""
-    wait, found = wait_percent(seen.steps), find(seen)
-    waits = "" if isnan(wait) else f"; the training waits for data for {wait:.0f} % of a step"
+    costs, found = data_percent(seen), find(seen)
+    waits = "" if isnan(costs) else f"; the training waits for data for {costs:.0f} % of a step"
+    if not isnan(seen.without_data_ms):
+        waits = f"; data costs {costs:.0f} % of a step"
     if averages(seen)[[name for *_, name in UNITS]].isna().all(axis=None):
         return (
             "Bottleneck: not known, as CloudWatch has no values of these hosts while they trained "
@@ -217,18 +253,23 @@ def verdict(seen: Observed) -> str:
         )
     absent = missing(seen)
     unknown = seen.hosts["instance type"][seen.hosts["vcpus"].isna()].unique()
-    if found:
-        what = [f"the {unit}s of {group} ({p:.0f} % busy)" for (group, unit), p in found.items()]
-        text = f"Bottleneck: {' and '.join(what)}{waits}."
+    what = " and ".join(f"the {u}s of {group} ({p:.0f} % busy)" for (group, u), p in found.items())
+    if any(unit == "CPU" for _, unit in found):
+        text = f"Bottleneck: {what}{waits}."
+    elif found:
+        as_it_should = ", as it should be" if not costs >= LEAST_WAIT_PERCENT else ""
+        text = f"The limit: {what}{as_it_should}{waits}."
     elif len(unknown) or absent:
         text = f"Bottleneck: not known{waits}."
-    elif wait >= LEAST_WAIT_PERCENT:
+    elif costs >= LEAST_WAIT_PERCENT:
         text = (
             f"Bottleneck: none of these CPUs and GPUs{waits}. Look at the network, the storage, "
             "and the number of workers."
         )
     else:
         text = f"Bottleneck: none{waits}."
+    if playing := [host for host in seen.hosts["host"] if seen.plays_gpu(host)]:
+        text += f" There is no GPU here: the cores of {', '.join(playing)} play it."
     if len(unknown):
         text += f" Not judged: {', '.join(unknown)}, which is not in shared/prices.csv."
     return f"{text} {absent}" if absent else text

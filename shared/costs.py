@@ -29,6 +29,7 @@ from typing import Any
 
 import boto3
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from botocore.exceptions import BotoCoreError, ClientError
 from matplotlib.figure import Figure
@@ -65,6 +66,7 @@ class Run:
         billable_s: Billable time of the job.
         training_s: Training time of the job.
         spot: Whether it was managed spot training, which is billed for less than its training time.
+        without_data_ms: Time of one step without data.
     """
 
     instances: dict[str, int]
@@ -74,6 +76,7 @@ class Run:
     billable_s: float = nan
     training_s: float = nan
     spot: bool = False
+    without_data_ms: float = nan
 
 
 # The two tables of the AWS blog post named in prices.csv, to be priced as of PUBLISHED_ON. Its
@@ -96,6 +99,7 @@ def compare(
     session: boto3.Session | None = None,
     as_of: str | None = None,
     region: str | None = None,
+    synthetic_job: str | None = None,
 ) -> pd.DataFrame:
     """Compare training jobs that have ended; the first one is the baseline.
 
@@ -104,6 +108,7 @@ def compare(
         session: boto3 session to use instead of the default one.
         as_of: ISO date of the prices, instead of the newest ones.
         region: Where the prices are from, if not from the jobs' region.
+        synthetic_job: Name of the same job without data, to know what data costs of a step.
 
     Returns:
         One row per job; columns as in `compare_runs`.
@@ -112,26 +117,31 @@ def compare(
         ValueError: a job is unknown, has not ended, was not billed or has logged no steps, or a
             price is not known.
     """
-    runs = read_runs(job_names, session)
+    runs = read_runs(job_names, session, synthetic_job)
     jobs_region = (session or boto3).client("sagemaker").meta.region_name
     return compare_runs(runs, region or jobs_region, as_of)
 
 
 def read_runs(
-    job_names: Sequence[str] | Mapping[str, str], session: boto3.Session | None = None
+    job_names: Sequence[str] | Mapping[str, str],
+    session: boto3.Session | None = None,
+    synthetic_job: str | None = None,
 ) -> dict[str, Run]:
     """Read what `compare` needs to know of training jobs; times are medians over the step lines.
 
     Raises:
         ValueError: a job is unknown, has not ended, was not billed, or has logged no steps.
     """
-    runs = {}
+    runs, without_data_ms = {}, nan
+    if synthetic_job:
+        without_data_ms = monitoring.steps(synthetic_job, session)["step_time_ms"].median()
     for label, name in monitoring.labelled(job_names).items():
         description = _billed(name, session)
         columns = ["step_time_ms", "data_wait_ms", "samples_per_s"]
         median = monitoring.steps(name, session).reindex(columns=columns).median()
         runs[label] = Run(
             instances_of(description["ResourceConfig"]),
+            without_data_ms=without_data_ms,
             billable_s=description["BillableTimeInSeconds"],
             training_s=description.get("TrainingTimeInSeconds", nan),
             spot=description.get("EnableManagedSpotTraining", False),
@@ -229,6 +239,8 @@ def _row(run: Run, prices: dict[str, Price], newer_than: str) -> dict[str, Any]:
         "step time (ms)": run.step_time_ms,
         "data wait (ms)": run.data_wait_ms,
         "data wait (%)": 100 * run.data_wait_ms / run.step_time_ms,
+        "step without data (ms)": run.without_data_ms,
+        "data costs (%)": 100 * np.maximum(0, 1 - run.without_data_ms / run.step_time_ms),
         "USD per 1,000 steps": usd_per_s * run.step_time_ms * (1 - saving),  # 1,000 ms are 1 s
         "USD per 1,000 samples": usd_per_s * 1000 / run.samples_per_s * (1 - saving),
     }
@@ -258,7 +270,10 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def plot(table: pd.DataFrame, title: str = "", note: str = "") -> Figure:
-    """Draw a comparison: step time, split into waiting for data and the rest, and cost.
+    """Draw a comparison: step time, split into what data costs and the rest, and cost.
+
+    What data costs is what a step takes longer than one without data; where that is not known, the
+    time in which the training waits for data.
 
     Args:
         table: From `compare` or `compare_runs`.
@@ -271,15 +286,17 @@ def plot(table: pd.DataFrame, title: str = "", note: str = "") -> Figure:
     names = [
         f"{label}\n" + row["instances"].replace(" + ", " +\n") for label, row in table.iterrows()
     ]
-    step, wait = table["step time (ms)"], table["data wait (ms)"]
+    step, data = table["step time (ms)"], table["data wait (ms)"]
     cost = table["USD per 1,000 steps"]
+    labels = "training", "waiting for data"
+    if table["step without data (ms)"].notna().all():
+        data = step * table["data costs (%)"] / 100
+        labels = "a step without data", "what data costs"
     training, waiting, costing = monitoring.COLOURS[:3]
-    busy = step - wait.fillna(0)
-    left.barh(names, busy, height=0.55, color=training, label="training")
-    if wait.notna().any():
-        left.barh(
-            names, wait, left=busy, height=0.55, color=waiting, hatch="//", label="waiting for data"
-        )
+    busy = step - data.fillna(0)
+    left.barh(names, busy, height=0.55, color=training, label=labels[0])
+    if data.notna().any():
+        left.barh(names, data, left=busy, height=0.55, color=waiting, hatch="//", label=labels[1])
         left.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=12)
     right.barh(names, cost, height=0.55, color=costing)
 

@@ -20,16 +20,21 @@ so soon waits until all is there, which is so when
 - or LATEST_SECONDS have passed since the job's end.
 
 A job that runs, or that ended longer ago, is not waited for.
+
+Managed spot training starts an interrupted job again: each host then has a log stream for each
+attempt, and may be in another instance group in each. Numbers, tables and figures are those of the
+last attempt, which stderr says; `show_logs` shows all attempts.
 """
 
 import contextlib
 import re
 import sys
 import time
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from html import escape
-from itertools import zip_longest
+from itertools import product, zip_longest
 from math import isfinite, nan
 from operator import methodcaller
 from statistics import median
@@ -70,18 +75,20 @@ _SETUP_NOISE = re.compile(r"(\++ |SM_\w+=|Executing command: |Training Container
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a training job's log."""
+    """One line of a training job's log. attempt: 1, and more after each spot interruption."""
 
     time: datetime
     host: str
     group: str
     text: str
+    attempt: int = 1
 
 
 def logs(job_name: str, session: boto3.Session | None = None) -> list[LogLine]:
-    """Read the whole log of a training job, all hosts, in order of time.
+    """Read the log of a training job's last attempt, all hosts, in order of time.
 
-    If the job has just ended, this waits for its last lines, until LATEST_SECONDS after the end at
+    If the job has been interrupted, earlier attempts are left out, which is said on stderr. If it
+    has just ended, this waits for its last lines, until LATEST_SECONDS after the end at
     most: see the module's docstring. A host whose log does not say which instance group it is in
     gets the group "unknown".
 
@@ -89,6 +96,18 @@ def logs(job_name: str, session: boto3.Session | None = None) -> list[LogLine]:
         ValueError: the job has no log (yet).
         PermissionError, ClientError, BotoCoreError: as `jobs.ask` raises them.
     """
+    lines = _all_attempts(job_name, session)
+    last = max(line.attempt for line in lines)
+    if last > 1:
+        print(
+            f"Training job {job_name!r} has been interrupted and started again: this is of attempt "
+            f"{last} alone; show_logs({job_name!r}) shows all {last}.",
+            file=sys.stderr,
+        )
+    return [line for line in lines if line.attempt == last]
+
+
+def _all_attempts(job_name: str, session: boto3.Session | None) -> list[LogLine]:
     lines = _read_to_the_end(GrowingLog(job_name, session))
     if not lines:
         raise ValueError(
@@ -154,14 +173,28 @@ def hosts_of(lines: list[LogLine]) -> list[tuple[str, str]]:
     return sorted(pairs, key=lambda pair: (pair[0], len(pair[1]), pair[1]))
 
 
+def _attempts(streams: dict[str, list[dict[str, Any]]]) -> dict[str, int]:
+    """Number the attempt that each stream with lines is of: 1, 2, ..."""
+    times = {name: (events[0]["timestamp"], name) for name, events in streams.items() if events}
+    starts, seen = [], set()
+    for start, name in sorted(times.values()):
+        if _host(name) in seen:  # a second stream of a host: all hosts have been started again
+            starts.append(start)
+            seen.clear()
+        seen.add(_host(name))
+    # By the last line: a host may have its first one before the host that shows the restart.
+    return {name: 1 + bisect_right(starts, streams[name][-1]["timestamp"]) for name in times}
+
+
 def _lines(streams: dict[str, list[dict[str, Any]]]) -> list[LogLine]:
     lines = []
-    for name, events in streams.items():
+    for name, attempt in _attempts(streams).items():
+        events = streams[name]
         named = (_GROUP.search(event["message"]) for event in events)
         group = next((match[1] or match[2] for match in named if match), "unknown")
         for event in events:
             when = datetime.fromtimestamp(event["timestamp"] / 1000, timezone.utc)
-            lines.append(LogLine(when, _host(name), group, event["message"].rstrip()))
+            lines.append(LogLine(when, _host(name), group, event["message"].rstrip(), attempt))
     return sorted(lines, key=lambda line: line.time)  # stable: a host's lines keep their order
 
 
@@ -197,13 +230,13 @@ def _seconds_since_end(job: dict[str, Any]) -> float:
 
 def _complete_after(streams: dict[str, list[dict[str, Any]]], hosts: int) -> float:
     """By what there is of a job's log, so many seconds after the job's end all of it is there."""
-    # A host that managed spot training has started again has a stream for each start.
-    last = {_host(name): events for name, events in sorted(streams.items()) if events}
+    attempts = _attempts(streams)
+    last = [streams[name] for name in attempts if attempts[name] == max(attempts.values())]
     if len(last) < hosts:
         return LATEST_SECONDS
-    if all(any(_FAREWELL.search(e["message"].rstrip()) for e in last[host]) for host in last):
+    if all(any(_FAREWELL.search(e["message"].rstrip()) for e in events) for events in last):
         return 0
-    longest = max(e["ingestionTime"] - e["timestamp"] for events in last.values() for e in events)
+    longest = max(e["ingestionTime"] - e["timestamp"] for events in last for e in events)
     return min(max(QUIET_SECONDS, 2 * longest / 1000), LATEST_SECONDS)
 
 
@@ -221,7 +254,7 @@ def show_logs(
     skip_setup: bool = True,
     session: boto3.Session | None = None,
 ) -> None:
-    """Print a training job's log by instance group and host.
+    """Print a training job's log by instance group and host, and by attempt if it has several.
 
     Args:
         job_name: Name of the training job.
@@ -235,8 +268,8 @@ def show_logs(
     Raises:
         ValueError: the job has no log, or no such host or group.
     """
-    read = logs(job_name, session)
-    names = hosts_of(read)
+    read = _all_attempts(job_name, session)
+    names, attempts = hosts_of(read), max(line.attempt for line in read)
     chosen = [name for name in names if group in (None, name[0]) and host in (None, name[1])]
     if not chosen:
         known = ", ".join(f"{host} in {group}" for group, host in names)
@@ -244,12 +277,16 @@ def show_logs(
             f"No host matches group={group!r}, host={host!r}; the log of {job_name!r} has {known}."
         )
     blocks = []
-    for group_name, host_name in chosen:
-        lines = [line for line in read if (line.group, line.host) == (group_name, host_name)]
+    for attempt, (group_name, host_name) in product(range(1, attempts + 1), chosen):
+        whose = group_name, host_name, attempt
+        lines = [line for line in read if (line.group, line.host, line.attempt) == whose]
+        if not lines:
+            continue  # in this attempt the host was in another group
         lines = _without_setup(lines) if skip_setup else lines
         shown = lines[-last:] if last else lines
         of_all = f"last {len(shown)} of " if len(shown) < len(lines) else ""
-        title = f"== {group_name} / {host_name} ({of_all}{len(lines)} lines)"
+        of_attempt = f", attempt {attempt} of {attempts}" if attempts > 1 else ""
+        title = f"== {group_name} / {host_name}{of_attempt} ({of_all}{len(lines)} lines)"
         blocks.append([title] + [f"{line.time:%H:%M:%S} {line.text}" for line in shown])
     if side_by_side:
         _show_columns(blocks)

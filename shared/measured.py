@@ -14,9 +14,14 @@ can say, and an AUTOTUNE buffer doubles whenever it has run full and then empty:
 comes within the time of some real steps is dropped, as what is ready comes at once. Filling buffers
 takes CPU time: so repeated steps are timed only once they are full. Ranks must change at the same
 step, so steps are counted, not timed. Batches are lost: what such a run trains is not to be used.
+
+How busy the CPUs were is of the vCPUs that the process may use, whoever else uses them. Where its
+container has a lower limit (cpu.max of cgroups), it is of that limit, and of what the container
+uses; it is not known which instance has so many cores, so give instance_type. Linux alone says it.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -37,8 +42,10 @@ MIN_CYCLES = 3
 MOST_CYCLES = 5  # of a tf.data.Dataset, whose AUTOTUNE buffers may double with each
 WORTH_PERCENT = 10  # where data costs less of each step, there is little to gain
 CPU_BOUND_PERCENT = 80  # while the CPUs are less busy, something else holds the job up
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 NOTICE = "measured: this run is for measuring, as batches are dropped and repeated"
-Stretch = list[tuple[float, int, int]]  # time in s, ticks of all CPUs: busy, in all; at its ends
+# At its ends: time in s, ticks of the CPUs (by a limit: microseconds) that were busy, and in all.
+Stretch = list[tuple[float, int, int]]
 _loops: dict[int, "MeasuredLoop"] = {}
 
 
@@ -262,6 +269,10 @@ def _sample(loader: Any) -> tuple[float, int, int]:
         tf.test.experimental.sync_devices()
     elif torch and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+    now = time.perf_counter()
+    if limit := _limit():
+        cores, used = limit
+        return now, used, int(1e6 * cores * now)
     try:
         with open("/proc/stat") as file:  # of each vCPU: user, nice, system, idle, iowait, ...
             rows = [line.split() for line in file]
@@ -270,7 +281,36 @@ def _sample(loader: Any) -> tuple[float, int, int]:
         ticks = [sum(column) for column in zip(*used, strict=True)] or [0] * 8
     except OSError:  # not Linux: the use of the CPUs is not known
         ticks = [0] * 8
-    return time.perf_counter(), sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+    return now, sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+
+def _limit() -> tuple[float, int] | None:
+    """CPU limit of the container in cores, and microseconds that it has used; None: there is none.
+
+    That is the lowest one of this process's cgroup and those above it, if it is lower than the
+    vCPUs. A container's own may be at the top, under a path that only its host has.
+    """
+    limits = []
+    rows = OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []
+    for _, kinds, path in (row.split(":", 2) for row in rows):  # 0::/a, or 4:cpu,cpuacct:/a
+        parts = Path(path).parts[1:]
+        for parents in (parts[:number] for number in range(len(parts) + 1)):
+            with contextlib.suppress(OSError):  # it is not there, or has no limits
+                if not kinds:  # version 2
+                    folder = CGROUPS.joinpath(*parents)
+                    quota, period = (folder / "cpu.max").read_text().split()
+                    used = int((folder / "cpu.stat").read_text().split()[1])  # usage_usec N
+                elif "cpu" in kinds.split(","):
+                    folder = CGROUPS.joinpath("cpu", *parents)
+                    quota = (folder / "cpu.cfs_quota_us").read_text()
+                    period = (folder / "cpu.cfs_period_us").read_text()
+                    accounts = CGROUPS.joinpath("cpuacct", *parents)
+                    used = int((accounts / "cpuacct.usage").read_text()) // 1000
+                else:
+                    continue
+                if quota != "max" and 0 < int(quota) < int(period) * len(os.sched_getaffinity(0)):
+                    limits.append((int(quota) / int(period), used))
+    return min(limits, default=None)
 
 
 def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
@@ -287,6 +327,8 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
     if cpu == cpu and training_cpu == training_cpu:
         use = f"{cpu:.0f} %, without data {training_cpu:.0f} %"
     known_type, count, machine = _machine()
+    if limit := _limit():  # the instance has more
+        known_type, machine = "", f"{limit[0]:g} cores, its container's limit, of {machine}"
     numbers = {
         "step_ms": step_ms,
         "accelerator_ms": floor_ms,

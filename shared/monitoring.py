@@ -55,7 +55,8 @@ METRIC_DEFINITIONS = [
 ]
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito, colour-blind-safe
-_MARK = "#D55E00"  # of the same palette
+# Of what is marked the text's colour and the background's: a bottleneck, and GPUs at their limit.
+_MARKS = {"CPU": ("#B34E00", "#FFE5D3"), "GPU": ("#00664A", "#DDF1E9"), "": ("black", "0.93")}
 
 
 def wait(
@@ -103,17 +104,36 @@ def plot_steps(
     job_names: Sequence[str] | Mapping[str, str],
     title: str = "",
     session: boto3.Session | None = None,
+    synthetic_job: str | None = None,
 ) -> Figure:
-    """Draw step time and data wait over the steps of training jobs, by name or as {label: name}."""
+    """Draw step time, and what data costs of it, over the steps of training jobs.
+
+    Args:
+        job_names: Names of the jobs, or {label: name}.
+        title: Above the figure.
+        session: boto3 session to use instead of the default one.
+        synthetic_job: The same job without data: what a step takes longer is what data costs.
+            Without it, that is the time in which the training waits for data.
+    """
     fig, panels = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True, layout="constrained")
+    costs = "of which waiting for data"
+    floor = 0.0
+    if synthetic_job:
+        costs, floor = (
+            "What data costs of it",
+            steps(synthetic_job, session)["step_time_ms"].median(),
+        )
+        panels[0].axhline(floor, color="0.35", ls="--", label="a step without data")
     for i, (label, job_name) in enumerate(labelled(job_names).items()):
         table = steps(job_name, session)
-        for panel, column in zip(panels, ("step_time_ms", "data_wait_ms"), strict=True):
+        longer = (table["step_time_ms"] - floor).clip(lower=0)
+        table["costs"] = longer if floor else table.get("data_wait_ms")
+        for panel, column in zip(panels, ("step_time_ms", "costs"), strict=True):
             colour, marker = COLOURS[i % len(COLOURS)], "os^D"[i % 4]
-            if column not in table:
+            if table[column].isna().all():
                 continue  # a script of one's own may not log its waiting
             panel.plot(table["step"], table[column], marker=marker, color=colour, label=label)
-    for panel, name in zip(panels, ("Step time", "of which waiting for data"), strict=True):
+    for panel, name in zip(panels, ("Step time", costs), strict=True):
         panel.set_title(name, fontsize=13)
         panel.set_xlabel("step", fontsize=12)
         panel.tick_params(labelsize=11)
@@ -122,37 +142,42 @@ def plot_steps(
     panels[0].set_ylim(bottom=0)
     panels[0].set_ylabel("ms per step", fontsize=12)
     handles, labels = panels[0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=11, frameon=False)
+    fig.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=11, frameon=False)
     fig.suptitle(title, fontsize=14)
     plt.close(fig)  # the notebook draws the returned figure; left open, it would be drawn twice
     return fig
 
 
-def plot_job(job_name: str, title: str = "", session: boto3.Session | None = None) -> Figure:
+def plot_job(
+    job_name: str,
+    title: str = "",
+    session: boto3.Session | None = None,
+    synthetic_job: str | None = None,
+) -> Figure:
     """Draw how busy each host of a training job was, and its steps, over time.
 
     100 % is all of the instance. The hosts of the bottleneck are marked; the rule for it,
     `bottleneck.RULE`, is below the figure. Where prices.csv does not have the instance type, the
-    numbers of busy vCPUs and GPUs are drawn instead.
+    numbers of busy vCPUs and GPUs are drawn instead. With synthetic_job, the same job without data,
+    it is known what data costs of a step; else only for how long the training waits for it.
 
     Raises:
         ValueError: there is no such job, or it has no log (yet).
     """
-    return _plot(bottleneck.observe(job_name, session), title)
+    return _plot(bottleneck.observe(job_name, session, synthetic_job), title)
 
 
 def _plot(seen: bottleneck.Observed, title: str = "") -> Figure:
     hosts = bottleneck.averages(seen).join(seen.hosts[["vcpus", "gpus"]])
-    series = [name for name in ("data_wait_ms", "step_time_ms") if name in seen.steps]
-    rows = len(hosts) + len(series)
+    rows = len(hosts) + (not seen.steps.empty)
     fig, grid = plt.subplots(
         rows, 1, figsize=(11, 2.2 + 1.4 * rows), sharex=True, squeeze=False, layout="constrained"
     )
     panels, found = grid[:, 0], bottleneck.find(seen)
     for panel, (_, host) in zip(panels, hosts.iterrows(), strict=False):
         _draw_host(panel, host, seen, {unit for group, unit in found if group == host["group"]})
-    for panel, name in zip(panels[len(hosts) :], series, strict=True):
-        _draw_steps(panel, name, seen)
+    if not seen.steps.empty:
+        _draw_steps(panels[-1], seen)
     for panel in panels:
         panel.tick_params(labelsize=11)
         panel.spines[["top", "right"]].set_visible(False)
@@ -185,30 +210,34 @@ def _elapsed(seen: bottleneck.Observed, times: pd.Series | pd.Index) -> pd.Index
 
 
 def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: set[str]) -> None:
-    """Draw one host's CPUs and GPUs over time, say their averages, and mark the bottleneck."""
-    said, top = [], 105.0
-    styles = ((COLOURS[0], "o-"), (COLOURS[2], "s--"))
-    for (unit, count, busy), (colour, style) in zip(bottleneck.UNITS, styles, strict=True):
+    """Draw one host's CPUs and GPUs over time, say their averages, and mark what is the limit."""
+    said, top, plays = [], 105.0, seen.plays_gpu(host["host"])
+    styles = {"CPU": (COLOURS[0], "o-"), "GPU": (COLOURS[2], "s--")}
+    for unit, count, busy in bottleneck.UNITS:
         values, percent = seen.busy[host["host"], unit], host[f"{unit} (%)"]
         if values.empty:
             continue
-        known = host[count] > 0
+        name, looks = f"{unit}s", unit
+        if plays:
+            name = "cores that also play the GPU" if "CPU" in marked else "cores that play the GPU"
+            looks = "CPU" if "CPU" in marked else "GPU"
         if pd.isna(host[busy]):
             said.append(f"no values of its {unit}s while it trained")
-        elif known:
-            said.append(f"{unit}s {percent:.0f} % busy{_judgement(percent, unit in marked)}")
+        elif host[count] > 0:
+            said.append(f"{name} {percent:.0f} % busy{_judgement(looks, percent, marked, seen)}")
         else:
             said.append(f"{host[busy]:.1f} {busy}")
-        values, top = (100 * values / host[count], top) if known else (values, None)
+        values, top = (100 * values / host[count], top) if host[count] > 0 else (values, None)
         times = _elapsed(seen, values.index)
-        panel.plot(times, values, style, color=colour, markersize=4, label=f"{unit}s")
+        colour, style = styles[looks]
+        panel.plot(times, values, style, color=colour, markersize=4, label=name)
     if not said:
         nothing = "CloudWatch has no values of this host."
         panel.text(0.5, 0.5, nothing, transform=panel.transAxes, ha="center", fontsize=12)
+    text_colour, background = _MARKS[min(marked, default="")]
     if not seen.steps.empty:
         first_and_last = _elapsed(seen, seen.steps["time"].iloc[[0, -1]])
-        colour = "#FFE5D3" if marked else "0.93"
-        panel.axvspan(*first_and_last, color=colour, zorder=0, label="first to last step line")
+        panel.axvspan(*first_and_last, color=background, zorder=0, label="first to last step line")
     panel.set_ylim(0, top)
     if top:
         limit = f"{bottleneck.LIMIT_PERCENT} %"
@@ -217,39 +246,42 @@ def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: 
     panel.set_ylabel("% of instance" if top else "busy", fontsize=11)
     name = f"{host['group']} / {host['host']} ({host['instance type']})"
     panel.set_title(name, loc="left", fontsize=12)
-    looks = {"color": _MARK, "weight": "bold"} if marked else {}
+    looks = {"color": text_colour, "weight": "bold"} if marked else {}
     panel.set_title(", ".join(said), loc="right", fontsize=12, **looks)
 
 
-def _judgement(percent: float, is_bottleneck: bool) -> str:
+def _judgement(unit: str, percent: float, marked: set[str], seen: bottleneck.Observed) -> str:
     """What follows from so many percent by bottleneck.RULE."""
-    if is_bottleneck:
-        return " = BOTTLENECK"
-    if percent < bottleneck.LIMIT_PERCENT:
-        return ""
-    return f", but the training waits for less than {bottleneck.LEAST_WAIT_PERCENT} % of a step"
+    if unit in marked:
+        return " = BOTTLENECK" if unit == "CPU" else " = the limit"
+    is_busy = unit == "CPU" and percent >= bottleneck.LIMIT_PERCENT
+    if is_busy and bottleneck.data_percent(seen) < bottleneck.LEAST_WAIT_PERCENT:
+        return f", but data costs less than {bottleneck.LEAST_WAIT_PERCENT} % of a step"
+    return ""
 
 
-def _draw_steps(panel: Axes, name: str, seen: bottleneck.Observed) -> None:
-    """Draw data wait, as a part of the step time, or the step time itself."""
-    values, share = seen.steps[name], name == "data_wait_ms"
-    if share:
-        values = 100 * values / seen.steps["step_time_ms"]
-        panel.set_ylim(0, 105)
-        panel.set_yticks([0, 50, 100])
-        panel.set_ylabel("% of step", fontsize=11)
-        panel.set_title("The training waits for data", loc="left", fontsize=12)
-        median = f"{bottleneck.wait_percent(seen.steps):.0f} %"
-    else:
-        panel.set_ylim(0, 1.15 * values.max())
-        panel.set_ylabel("ms", fontsize=11)
-        panel.set_title("Step time", loc="left", fontsize=12)
-        median = f"{values.median():.1f} ms"
-    panel.set_title(f"median {median}", loc="right", fontsize=12)
-    times = pd.Series(_elapsed(seen, seen.steps["time"]))
+def _draw_steps(panel: Axes, seen: bottleneck.Observed) -> None:
+    """Draw the step time, what the training waits for data of it, and the step without data."""
+    times, median = (
+        pd.Series(_elapsed(seen, seen.steps["time"])),
+        seen.steps["step_time_ms"].median(),
+    )
+    series = {"step_time_ms": ("0.25", "step time"), "data_wait_ms": (COLOURS[1], "waits for data")}
     for rows in seen.steps.groupby("host").groups.values():
-        colour = COLOURS[1] if share else "0.25"
-        panel.plot(times[rows], values[rows], "D-", color=colour, markersize=4)
+        for key, (colour, label) in series.items():
+            if key in seen.steps:
+                values = seen.steps[key][rows]
+                panel.plot(times[rows], values, "D-", color=colour, markersize=4, label=label)
+    said, costs = f"median {median:.1f} ms", bottleneck.data_percent(seen)
+    if not pd.isna(seen.without_data_ms):
+        panel.axhline(seen.without_data_ms, color="0.35", ls="--", label="a step without data")
+        said += f", {seen.without_data_ms:.1f} without data, which costs {costs:.0f} % of it"
+    elif not pd.isna(costs):
+        said += f", of which it waits for data for {costs:.0f} %"
+    panel.set_ylim(0, 1.15 * seen.steps["step_time_ms"].max())
+    panel.set_ylabel("ms", fontsize=11)
+    panel.set_title("Step time", loc="left", fontsize=12)
+    panel.set_title(said, loc="right", fontsize=12)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 NEAR_PERCENT = 5  # dearer than the cheapest that is as fast: still near the frontier
 MOST_DATA_HOSTS = 8
-RANK_GB_PER_S = 0.6  # benchmarks/README.md, transfer.py: float32, a core for a rank and its workers
+RANK_GB_PER_S = 0.6  # benchmarks/README.md, loader.py: float32, a core for a rank and its workers
 # What receiving takes of the training host's CPUs: from there, mean of uint8 and float32, and tiny.
 RECEIVE_MS_PER_MB, RECEIVE_MS_PER_BATCH = 1.6, 1.3
 KNEE_PERCENT, KNEE = 30, "±10 %"  # docs/when.md: what Cachew's published curves differ there

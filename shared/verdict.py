@@ -2,12 +2,14 @@
 
 AWS published it with the first edition of these examples: if the CPUs are not the limit, leave it;
 else take an instance of the same family with more vCPUs per GPU, if there is one; else add CPU
-instances; and think of preprocessing on the GPU (NVIDIA DALI). Before CPU instances we ask whether
-to receive the data costs more than to prepare it. The numbers come from prediction.py.
+instances; and think of preprocessing on the GPU (NVIDIA DALI). Two questions are ours. Is the
+larger instance the cheaper way? Where CPU instances are cheaper by more than NEAR_PERCENT, they are
+the answer. And does it cost more to receive the data than to prepare it? Then they are not. The
+numbers come from prediction.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
@@ -29,7 +31,7 @@ STAY, SCALE_UP, GO = "stay", "scale up", "go heterogeneous"
 ELSEWHERE, ON_GPU = "look elsewhere", "preprocess on the GPU"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Advice:
     """What to do, why, and the numbers behind it.
 
@@ -50,8 +52,8 @@ class Advice:
     reasons: list[str]
     inputs: dict[str, str]
     data_hosts_only: bool
-    types: pd.DataFrame = field(repr=False)
-    candidates: pd.DataFrame = field(repr=False)
+    types: pd.DataFrame
+    candidates: pd.DataFrame
 
     def predict(self, data_type: str, count: int) -> dict[str, Any]:
         """Predict the measured cluster with these data hosts, be they among `candidates` or not.
@@ -68,9 +70,15 @@ class Advice:
             )
         return with_data_hosts(self.measured, self.types, data_type, count, self.data_hosts_only)
 
+    def __repr__(self) -> str:
+        """What a terminal shows of it."""
+        from shared.advice_shown import as_text  # which imports this module
+
+        return as_text(self)
+
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
-        from shared.advice_shown import as_html  # which imports this module
+        from shared.advice_shown import as_html
 
         return as_html(self)
 
@@ -150,16 +158,20 @@ def _judge(
     pays = heterogeneous["improvement (%)"].max() > 0 and receiving < preparing
     if scale_ups.empty:
         family = measured.instance_type.split(".")[1]
-        reasons.append(f"No {family} in prices.csv has as many GPUs and more vCPUs.")
+        reasons.append(
+            f"None of the types compared is a {family} with as many GPUs and more vCPUs."
+        )
     else:
         best = scale_ups.sort_values("USD per 1,000 steps").iloc[0]
-        if best["improvement (%)"] > 0:
+        works = best["improvement (%)"] > 0
+        if works and not (pays and _is_cheaper(_simplest(heterogeneous, cost), best, floor)):
             reasons.append(f"A larger instance of the family does it: {_effect(best, measured)}.")
             if pays:
                 other = _effect(_simplest(heterogeneous, cost), measured)
                 reasons.append(f"Data hosts are the alternative, with more to set up: {other}.")
             return SCALE_UP, best["instances"], reasons
         if_known = "might pay" if isnan(best["improvement (%)"]) else "does not pay"
+        if_known = "pays, but less than data hosts" if works else if_known
         reasons.append(f"A larger instance {if_known}: {_effect(best, measured)}.")
     if receiving >= preparing:
         reasons.append(
@@ -223,6 +235,15 @@ def _without_price(
         f"{enough:,.2f} an hour."
     )
     return GO, [lacks, pays]
+
+
+def _is_cheaper(data_hosts: pd.Series, larger: pd.Series, floor: float) -> bool:
+    """Whether data hosts save enough, against a larger instance, to be worth their set-up.
+
+    Without the accelerator floor what they save at best is all that is known, and not enough.
+    """
+    most = larger["USD per 1,000 steps"] * (1 - NEAR_PERCENT / 100)
+    return not isnan(floor) and data_hosts["USD per 1,000 steps"] < most
 
 
 def _simplest(candidates: pd.DataFrame, cost: pd.Series) -> pd.Series:

@@ -21,7 +21,7 @@ from shared.logs import GrowingLog
 
 # The SDK would read botocore's table of all endpoints five times for each job.
 session_helper.botocore_resolver = functools.cache(session_helper.botocore_resolver)
-TWO_GROUPS = {"data_group": ("ml.c5.9xlarge", 1), "dnn_group": ("ml.p3.2xlarge", 1)}
+TWO_GROUPS = {"data_group": ("ml.c5.9xlarge", 1), "dnn_group": ("ml.g5.2xlarge", 1)}
 # The beginning of a script of a job: its host's instance group.
 READ_CONFIG = """
 import json, os, pathlib

@@ -18,7 +18,8 @@ folders as it should on AWS too, from the variables SM_MODEL_DIR, SM_CHANNEL_...
 SAGEMAKER_BASE_DIR (default /opt/ml).
 
 Not here: container images (a Python environment takes an image's place, yours if `start` names no
-other, and `pip install` in a job only verifies), channels other than S3 prefixes in File mode, warm
+other, and `pip install` in a job only verifies), channels other than S3 prefixes that each host
+gets all of, in File mode (FastFile is taken as File, in a printed line, and the rest refused), warm
 pools, spot interruptions, GPUs, and AWS from inside a job: its code has neither credentials nor the
 mock. Linux only.
 

@@ -13,8 +13,6 @@ from moto.utilities.utils import load_resource
 
 # As EC2 describes them; moto's module that has this table takes almost a second to import.
 INSTANCE_TYPES = load_resource("ec2/resources/instance_types.json")
-# No longer in that table (source: aws.amazon.com/ec2/instance-types/p3).
-RETIRED_VCPUS = {"p3.2xlarge": 8, "p3.8xlarge": 32, "p3.16xlarge": 64, "p3dn.24xlarge": 96}
 
 FIRST_PORT, PORTS_PER_JOB, JOBS_AT_ONCE = 10_000, 50, 400  # below Linux's ephemeral ports (32768)
 
@@ -37,15 +35,19 @@ class Host:
 
 
 def vcpus(instance_type: str) -> int:
-    """vCPUs of an ml. instance type; raises ValueError for one that neither table knows."""
+    """vCPUs of an ml. instance type; raises ValueError for one that AWS does not have."""
     name = instance_type.removeprefix("ml.")
-    if name in RETIRED_VCPUS:
-        return RETIRED_VCPUS[name]
     if name not in INSTANCE_TYPES:
         raise ValueError(
-            f"Unknown instance type {instance_type!r}: is it spelled like ml.c5.xlarge?"
+            f"Unknown or retired instance type {instance_type!r}: is it spelled like ml.c5.xlarge?"
         )
     return INSTANCE_TYPES[name]["VCpuInfo"]["DefaultVCpus"]
+
+
+def has_gpu(instance_type: str) -> bool:
+    """Whether AWS's instance of this type has a GPU, or another accelerator."""
+    facts = INSTANCE_TYPES[instance_type.removeprefix("ml.")]
+    return bool(facts.get("GpuInfo") or facts.get("NeuronInfo"))
 
 
 def instance_groups(resource_config: dict) -> list[dict]:
@@ -147,7 +149,8 @@ def describe_plan(job_name: str, hosts: list[Host]) -> str:
     """The plan as a table for the notebook."""
     rows = [("host", "group", "instance type", "cores here", "address")]
     for h in hosts:
-        rows.append((h.name, h.group, h.instance_type, ",".join(map(str, h.cores)), h.address))
+        cores = ",".join(map(str, h.cores)) + " (also as GPU)" * has_gpu(h.instance_type)
+        rows.append((h.name, h.group, h.instance_type, cores, h.address))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{job_name} on this machine:"]
     for row in rows:
@@ -211,6 +214,11 @@ def channels_of(host: Host, request: dict) -> list[dict]:
         if not groups or host.group in groups:
             chosen.append(channel)
     return chosen
+
+
+def input_mode(channel: dict, request: dict) -> str:
+    """File, FastFile or Pipe: the channel's own mode counts before that of the algorithm."""
+    return channel.get("InputMode") or request["AlgorithmSpecification"]["TrainingInputMode"]
 
 
 def rewrite(text: str, host: Host) -> str:

@@ -103,14 +103,16 @@ def _check_local_limits(request: dict) -> None:
     for channel in request.get("InputDataConfig") or []:
         name, source = channel["ChannelName"], channel["DataSource"]["S3DataSource"]
         only = {
-            "its mode": (channel.get("InputMode") or specification["TrainingInputMode"], "File"),
-            "S3DataType": (source["S3DataType"], "S3Prefix"),
-            "S3DataDistributionType": (source.get("S3DataDistributionType"), "FullyReplicated"),
-            "CompressionType": (channel.get("CompressionType"), "None"),
-            "RecordWrapperType": (channel.get("RecordWrapperType"), "None"),
+            "its mode": (cluster.input_mode(channel, request), ["File", "FastFile"]),
+            "S3DataType": (source["S3DataType"], ["S3Prefix"]),
+            # AWS does not say among which hosts it shards where there are instance groups.
+            "S3DataDistributionType": (source.get("S3DataDistributionType"), ["FullyReplicated"]),
+            "CompressionType": (channel.get("CompressionType"), ["None"]),
+            "RecordWrapperType": (channel.get("RecordWrapperType"), ["None"]),
         }
         for setting, (given, known) in only.items():
-            if given not in (None, known):
+            if given not in (None, *known):
                 raise AWSValidationException(
-                    f"Channel {name!r}: {setting} is {given}; the local SageMaker has {known} only."
+                    f"Channel {name!r}: {setting} is {given}, which AWS has, but the local "
+                    f"SageMaker does not: for a local run set {' or '.join(known)}."
                 )

@@ -131,6 +131,13 @@ class LocalSageMaker:
             del backend.training_jobs[name]  # which moto has as Completed
             raise
         print(cluster.describe_plan(name, job.hosts))
+        channels = request.get("InputDataConfig") or []
+        fast = [c["ChannelName"] for c in channels if cluster.input_mode(c, request) == "FastFile"]
+        if fast:
+            print(
+                f"FastFile of {', '.join(fast)}: here it is downloaded before the job starts, as "
+                "by File; on AWS files are read from S3 when they are used, and are read-only."
+            )
         self.jobs[name] = job
         job.start()
         return result
@@ -156,7 +163,7 @@ def start(
     """Make this process's AWS this machine, until `stop()` or the end of the process.
 
     largest_cluster: instances by type of the largest cluster that will run, for example
-    {"ml.c5.9xlarge": 1, "ml.p3.2xlarge": 1}. It fixes how many cores an instance gets, so that
+    {"ml.c5.9xlarge": 1, "ml.g5.2xlarge": 1}. It fixes how many cores an instance gets, so that
     jobs of different size can be compared; without it the first job stands for the whole machine.
     images: the folder of the Python environment that stands for a training image, by the image's
     URI; default: this process's own environment.

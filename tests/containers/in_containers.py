@@ -123,7 +123,7 @@ for job in containers.jobs.values():
         ),
         pytest.param(
             "pt.grpc.sagemaker/hetero-pytorch-mnist",
-            {"ml.c5.9xlarge": 2, "ml.p3.2xlarge": 1},
+            {"ml.c6i.2xlarge": 2, "ml.g5.xlarge": 1},
             None,
             marks=needs(PYTORCH),
         ),

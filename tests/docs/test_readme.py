@@ -434,7 +434,8 @@ TELL_STATUS = """
 
 def test_lines_for_local_jobs(tmp_path: Path):
     """In a process of its own, whose AWS is nobody's."""
-    train = "import os\nassert os.listdir(os.environ['SM_CHANNEL_TRAINING']) == ['a']"
+    train = "import os\nassert os.listdir(os.environ['SM_CHANNEL_TRAINING']) == ['a']\n"
+    train += "print('said by the training')"
     files = {**texts_in(EXAMPLE / "code", "hetero"), **TOY_SCRIPTS, "train.py": train}
     files = {f"code/{name}": text for name, text in files.items()} | {"data/a/b.txt": "any"}
     for name, text in files.items():
@@ -450,6 +451,7 @@ def test_lines_for_local_jobs(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "Completed"
+    assert "said by the training" in done.stderr  # by the SDK, while it waits
 
 
 def test_lines_for_one_s_own_script(tmp_path: Path):

@@ -81,11 +81,30 @@ REFUSED = {
     ),
     "pipe mode": (
         {"InputDataConfig": [{**s3_channel("x"), "InputMode": "Pipe"}]},
-        "its mode is Pipe; the local SageMaker has File only",
+        "Channel 'x': its mode is Pipe, .* for a local run set File or FastFile",
+    ),
+    "pipe mode of the algorithm": (
+        {
+            "AlgorithmSpecification": {
+                "TrainingImage": "any",
+                "TrainingInputMode": "Pipe",
+                "ContainerEntrypoint": ["/bin/true"],
+            },
+            "InputDataConfig": [{**s3_channel("x"), "InputMode": "File"}, s3_channel("y")],
+        },
+        "Channel 'y': its mode is Pipe",
     ),
     "manifest": (
         {"InputDataConfig": [s3_channel("x", S3DataType="ManifestFile")]},
-        "S3DataType is ManifestFile; .* has S3Prefix only",
+        "S3DataType is ManifestFile, .* set S3Prefix",
+    ),
+    "augmented manifest": (
+        {"InputDataConfig": [s3_channel("x", S3DataType="AugmentedManifestFile")]},
+        "S3DataType is AugmentedManifestFile, .* set S3Prefix",
+    ),
+    "shards": (
+        {"InputDataConfig": [s3_channel("x", S3DataDistributionType="ShardedByS3Key")]},
+        "S3DataDistributionType is ShardedByS3Key, .* set FullyReplicated",
     ),
     "apostrophe": ({"HyperParameters": {"name": "it's"}}, "apostrophe"),
     "no regular expression": (metric("score=("), r"Metric 'm': the regular expression 'score=\('"),

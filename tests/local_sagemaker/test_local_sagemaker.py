@@ -248,6 +248,31 @@ def test_a_minimal_request_and_metrics_that_are_no_numbers(jobs: Jobs):
     assert job["FinalMetricDataList"] == []
 
 
+def test_fast_file_is_taken_as_file_which_a_line_says(jobs: Jobs, capsys: pytest.CaptureFixture):
+    s3 = boto3.client("s3")
+    s3.create_bucket(Bucket="any")
+    s3.put_object(Bucket="any", Key="data/digits.txt", Body=b"1 2 3")
+    source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": "s3://any/data"}}
+    boto3.client("sagemaker").create_training_job(
+        **request(
+            "fast",
+            AlgorithmSpecification={
+                "TrainingImage": "any",
+                "TrainingInputMode": "FastFile",
+                "ContainerEntrypoint": ["cat", "/opt/ml/input/data/fast/digits.txt"],
+            },
+            InputDataConfig=[
+                {"ChannelName": "fast", "DataSource": source},
+                {"ChannelName": "whole", "DataSource": source, "InputMode": "File"},
+            ],
+        )
+    )
+    said = [line for line in capsys.readouterr().out.splitlines() if "FastFile" in line]
+    assert len(said) == 1 and said[0].startswith("FastFile of fast: here it is downloaded before")
+    assert jobs.wait("fast")["TrainingJobStatus"] == "Completed"
+    assert jobs.log("fast") == ["1 2 3"]
+
+
 def test_two_jobs_at_once_do_not_meet(jobs: Jobs):
     """Both bind the same names and ports, as their launchers tell them to."""
     script = """
@@ -334,17 +359,17 @@ def test_cores_are_shared_by_vcpus_on_one_scale(monkeypatch: pytest.MonkeyPatch)
             plan.setdefault(host.group, []).append(len(host.cores))
         return plan
 
-    both = [group("data", "ml.c5.9xlarge"), group("dnn", "ml.p3.2xlarge")]
+    both = [group("data", "ml.c5.9xlarge"), group("dnn", "ml.g5.2xlarge")]
     assert cluster.total_vcpus(both) == 36 + 8
     assert cores(22, both, 44) == {"data": [18], "dnn": [4]}
     assert cores(22, both[1:], 44) == {"dnn": [4]}
     assert cores(2, both, 44) == {"data": [1], "dnn": [1]}  # at least one each
     assert cores(2, both[1:], 44) == {"dnn": [1]}
 
-    session = LocalSageMaker({"ml.c5.9xlarge": 1, "ml.p3.2xlarge": 1})
+    session = LocalSageMaker({"ml.c5.9xlarge": 1, "ml.g5.2xlarge": 1})
     assert cores(22, both, 44) == {
         "data": [session.cores("ml.c5.9xlarge")],
-        "dnn": [session.cores("ml.p3.2xlarge")],
+        "dnn": [session.cores("ml.g5.2xlarge")],
     }
     with pytest.raises(ValueError, match="Name the largest cluster first"):
         LocalSageMaker(None).cores("ml.c5.9xlarge")

@@ -85,7 +85,7 @@ def test_page_has_the_published_pair_as_history(name: str):
     _, types, usd, *_ = table()[name, "published 2022"]
     published = costs.PUBLISHED[name]["heterogeneous"].instances
     assert types == " + ".join(f"{count} x {kind}" for kind, count in published.items())
-    numbers = [float(number) for number in re.findall(r"([\d.]+) \(c\)", usd)]
+    numbers = [float(number) for number in re.findall(r"([\d.]+) \(b\)", usd)]
     assert numbers == [costs.price_per_hour(k, as_of=costs.PUBLISHED_ON) for k in published]
 
 

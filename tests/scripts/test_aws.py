@@ -232,7 +232,7 @@ def test_a_run_leaves_a_page(repository: Repository):
     assert "mnist-heterogeneous" in output
     assert "ml.g5.xlarge for training job usage: 1 (yours: 2)" in output
     # Three times the PyTorch notebook's jobs, each for 22 minutes.
-    assert f"at most USD {3 * (3 * 1.408 + 0.816) * 22 / 60:.2f}" in output
+    assert f"at most USD {3 * (3 * 1.41 + 0.816) * 22 / 60:.2f}" in output
     assert "tries again, up to six times ten minutes apart" in output  # as the notebook does
     assert ACCOUNT not in output
 
@@ -242,7 +242,7 @@ def test_a_run_leaves_a_page(repository: Repository):
     jobs = [client.describe_training_job(TrainingJobName=name) for name in names]
     assert [job["StoppingCondition"] for job in jobs] == [{"MaxRuntimeInSeconds": 20 * 60}] * 2
     seconds, more = (job["BillableTimeInSeconds"] for job in jobs)
-    usd = seconds * (1.408 + 0.816) / 3600
+    usd = seconds * (1.41 + 0.816) / 3600
     more_usd = more * prices.price_per_hour("ml.m5.large") / 3600
     instances = "1 x ml.g5.xlarge + 1 x ml.c6i.4xlarge"
     head = subprocess.check_output(["git", "describe", "--always"], cwd=repository.folder)

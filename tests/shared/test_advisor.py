@@ -244,10 +244,24 @@ def test_scales_up_inside_the_family_first(family):
     assert (advice.verdict, advice.recommended) == (verdict.SCALE_UP, "1 x ml.g5.2xlarge")
     larger = row(advice, "1 x ml.g5.2xlarge")
     assert larger["step time (ms)"] == pytest.approx(100)  # 8 vCPUs instead of 4
-    assert larger["improvement (%)"] == pytest.approx(100 * (1 - 1.5 * 100 / (1.408 * 200)))
+    assert larger["improvement (%)"] == pytest.approx(100 * (1 - 1.5 * 100 / (1.41 * 200)))
     assert not advice.candidates["instances"].str.contains("g5.12xlarge").any()  # more GPUs
-    assert "Data hosts are the alternative" in advice.reasons[-1]
+    assert "Data hosts are the alternative" in advice.reasons[-1]  # USD 54 for 1,000 steps, not 42
     assert list(advice_shown.worth_a_look(advice)["kind"]).count("scale up") == 1
+
+
+def test_data_hosts_come_first_where_they_are_cheaper_than_a_larger_instance(family):
+    job = Measured("ml.g5.xlarge", 200, accelerator_ms=20)  # now they reach a step of 20 ms
+    advice = advisor.advise(job)
+    data_hosts = row(advice, "1 x ml.g5.xlarge + 1 x ml.c5.9xlarge")["USD per 1,000 steps"]
+    assert data_hosts < 0.95 * row(advice, "1 x ml.g5.2xlarge")["USD per 1,000 steps"]
+    assert (advice.verdict, advice.recommended) == (
+        verdict.GO,
+        "1 x ml.g5.xlarge + 1 x ml.c5.9xlarge",
+    )
+    assert "A larger instance pays, but less than data hosts" in " ".join(advice.reasons)
+    unknown = advisor.advise(replace(job, accelerator_ms=math.nan))  # they might not reach it
+    assert unknown.verdict == verdict.SCALE_UP
 
 
 @pytest.mark.parametrize(
@@ -271,7 +285,7 @@ def test_verdict(capsys, arguments, verdict, reason):
 
 def test_a_retired_type_is_history_and_never_proposed(monkeypatch, capsys):
     p3 = prices.find("ml.p3.2xlarge")
-    larger = replace(p3, instance_type="ml.p3.4xlarge", vcpus=16)  # made up, and cheap
+    larger = replace(p3, instance_type="ml.p3.4xlarge", vcpus=64)  # made up, and cheap
     known = [p3, larger, prices.find("ml.c5.9xlarge", as_of=costs.PUBLISHED_ON)]
     monkeypatch.setattr(prices, "load", lambda: known)
     question = "--instance ml.p3.2xlarge --step-ms 1193 --accelerator-ms 150"
@@ -531,7 +545,7 @@ for step in range(10):  # 5 s, of whose CPU use there is a value every second
 @pytest.fixture(scope="module")
 def trained(jobs) -> dict[str, str]:
     """A homogeneous job, the same without data, a heterogeneous one, and one without steps."""
-    one = {"dnn_group": ("ml.p3.2xlarge", 1)}
+    one = {"dnn_group": ("ml.g5.2xlarge", 1)}
     names = {
         "homogeneous": jobs.create({"a.py": STEPS}, "python -u a.py 120", one),
         "synthetic": jobs.create({"a.py": STEPS}, "python -u a.py 60", one),
@@ -546,14 +560,14 @@ def trained(jobs) -> dict[str, str]:
 
 def test_reads_its_numbers_from_jobs(trained, capsys):
     measured = advisor.measure(trained["homogeneous"], trained["synthetic"])
-    assert (measured.instance_type, measured.count) == ("ml.p3.2xlarge", 1)
+    assert (measured.instance_type, measured.count) == ("ml.g5.2xlarge", 1)
     assert (measured.step_ms, measured.accelerator_ms) == (120, 60)
     assert math.isnan(measured.gpu_percent)  # there is none here
     assert 0 < measured.cpu_percent <= 100 and 0 < measured.training_cpu_percent <= 100
     text = run(
         capsys,
         f"--job {trained['homogeneous']} --synthetic-job {trained['synthetic']} "
-        "--cores ml.p3.2xlarge=1 ml.c5.9xlarge=1 --data-hosts-only",
+        "--cores ml.g5.2xlarge=1 ml.c5.9xlarge=1 --data-hosts-only",
     )
     share = min(1, 60 * measured.training_cpu_percent / (120 * measured.cpu_percent))
     assert f"on data only       {120 * (1 - share):,.0f} core-ms = 120 core-ms x (1 - 60.0" in text
@@ -566,7 +580,7 @@ def test_reads_its_numbers_from_jobs(trained, capsys):
     [
         ("silent", "has no step lines"),
         ("failed", "is Failed: give one that has run to its end"),
-        ("heterogeneous", r"is heterogeneous already \(ml.c5.9xlarge, ml.p3.2xlarge\)"),
+        ("heterogeneous", r"is heterogeneous already \(ml.c5.9xlarge, ml.g5.2xlarge\)"),
     ],
 )
 def test_a_job_that_cannot_tell_is_a_clear_sentence(trained, capsys, job, sentence):
@@ -593,7 +607,7 @@ def test_a_job_that_is_slower_without_data_does_not_wait_for_data(trained):
 def test_unknown_and_running_jobs_are_clear_sentences(jobs, capsys):
     said = refusal(capsys, "--job no-such-job")
     assert "No training job 'no-such-job' to be seen" in said and "use %run -m there" in said
-    name = jobs.create({"a.py": ""}, "sleep 60", {"dnn_group": ("ml.p3.2xlarge", 1)})
+    name = jobs.create({"a.py": ""}, "sleep 60", {"dnn_group": ("ml.g5.2xlarge", 1)})
     capsys.readouterr()  # where its hosts are
     assert f"{name!r} is InProgress" in refusal(capsys, f"--job {name}")
     boto3.client("sagemaker").stop_training_job(TrainingJobName=name)

@@ -12,9 +12,11 @@ import pytest
 from botocore.stub import Stubber
 from matplotlib.colors import to_rgb
 from moto import mock_aws
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.sagemaker.models import sagemaker_backends
 
 from jobs import ROOT, request, start_kernel
-from shared import monitoring
+from shared import costs, monitoring
 
 NAMESPACE = "/aws/sagemaker/TrainingJobs"  # of logs and of metrics
 START = datetime.now(timezone.utc).replace(second=20, microsecond=0) - timedelta(minutes=40)
@@ -30,17 +32,23 @@ def aws(monkeypatch):
 
 
 def put_job(
-    groups: dict, hosts: dict, waits: list[float], name: str = "job", value_every_s: int = 60
+    groups: dict,
+    hosts: dict,
+    waits: list[float],
+    name: str = "job",
+    value_every_s: int = 60,
+    step: float = 200,
 ) -> None:
     """Make a job as AWS would show it: started at START, a step line a minute from 2:00 on.
 
     Args:
         groups: {name: (instance type, count)}.
         hosts: {host: (group, CPU values, GPU values)}, one every `value_every_s` from 0:40 on.
-        waits: Data wait of each step line, in ms; a step takes 200 ms. Hosts with another group
-            than data_group print them.
+        waits: Data wait of each step line, in ms. Hosts with another group than data_group print
+            them.
         name: Of the job.
         value_every_s: A minute on AWS; the local SageMaker has a value every second.
+        step: Time of each step, in ms.
     """
     if groups == ONE_P4D:
         config = {"InstanceType": "ml.p4d.24xlarge", "InstanceCount": 1}
@@ -53,15 +61,30 @@ def put_job(
         }
     resources = {**config, "VolumeSizeInGB": 30}
     boto3.client("sagemaker").create_training_job(**request(name, ResourceConfig=resources))
+    put_attempt(hosts, waits, name, value_every_s, step=step)
+
+
+def put_attempt(
+    hosts: dict,
+    waits: list[float],
+    name: str = "job",
+    every_s: int = 60,
+    start: datetime = START,
+    step: float = 200,
+) -> None:
+    """Write logs and values of a job's hosts, as `put_job` says."""
     logs, cloudwatch = boto3.client("logs"), boto3.client("cloudwatch")
     if not logs.describe_log_groups()["logGroups"]:
         logs.create_log_group(logGroupName=NAMESPACE)
     for host, (group, cpus, gpus) in hosts.items():
-        lines = [(START, f"host={host} group={group} instance_type=any")]
+        lines = [(start, f"host={host} group={group} instance_type=any")]
         for i, wait in enumerate(waits if group != "data_group" else []):
-            line = f"step={i} epoch=1 loss=1 step_time_ms=200 data_wait_ms={wait} samples_per_s=1"
-            lines.append((START + timedelta(minutes=2 + i), line))
-        stream = {"logGroupName": NAMESPACE, "logStreamName": f"{name}/{host}-1700000000"}
+            line = (
+                f"step={i} epoch=1 loss=1 step_time_ms={step} data_wait_ms={wait} samples_per_s=1"
+            )
+            lines.append((start + timedelta(minutes=2 + i), line))
+        own = f"{name}/{host}-{start:%s}"
+        stream = {"logGroupName": NAMESPACE, "logStreamName": own}
         logs.create_log_stream(**stream)
         events = [{"timestamp": int(t.timestamp() * 1000), "message": line} for t, line in lines]
         logs.put_log_events(**stream, logEvents=events)
@@ -70,7 +93,7 @@ def put_job(
                 datum = {
                     "MetricName": metric,
                     "Dimensions": [{"Name": "Host", "Value": f"{name}/{host}"}],
-                    "Timestamp": START + timedelta(seconds=40 + i * value_every_s),
+                    "Timestamp": start + timedelta(seconds=40 + i * every_s),
                     "Value": value,
                 }
                 cloudwatch.put_metric_data(Namespace=NAMESPACE, MetricData=[datum])
@@ -190,10 +213,12 @@ def test_asks_cloudwatch_for_what_it_still_has(age, length, periods):
          {"algo-2"}),
         (70, 48, 4, 100, "the CPUs of data_group (97 % busy); the training waits for data for 50 %",
          {"algo-1", "algo-10"}),
-        (70, 48, 7.6, 10, "the GPUs of dnn_group (95 % busy); the training waits for data for 5 %",
+        (70, 90, 7.6, 10, "The limit: the GPUs of dnn_group (95 % busy), as it should be; the trai",
+         {"algo-2"}),
+        (36, 48, 7.6, 60, "The limit: the GPUs of dnn_group (95 % busy); the training waits for da",
          {"algo-2"}),
         (70, 48, 6, 10, "Bottleneck: none; the training waits for data for 5 % of a step.", set()),
-        (70, 48, 7.6, 60, "the CPUs of data_group (97 % busy) and the GPUs of dnn_group (95 % bus",
+        (70, 90, 7.6, 60, "the CPUs of data_group (97 % busy) and the CPUs of dnn_group (94 % bus",
          {"algo-1", "algo-2", "algo-10"}),
         (36, 48, 4, 100, "none of these CPUs and GPUs; the training waits for data for 50 % of",
          set()),
@@ -215,12 +240,42 @@ def test_the_bottleneck_is_named_and_marked(aws, capsys, data, cpu, gpu, wait, s
         "algo-2": "dnn_group / algo-2 (ml.p4d.24xlarge)",
     }
     assert list(said) == list(names.values())
-    assert {host for host, name in names.items() if "BOTTLENECK" in said[name]} == marked
-    cpu_mark, gpu_mark = (" = BOTTLENECK" if share >= 0.9 else "" for share in (cpu / 96, gpu / 8))
-    assert said[names["algo-2"]] == (
-        f"CPUs {100 * cpu / 96:.0f} % busy{cpu_mark}, GPUs {100 * gpu / 8:.0f} % busy{gpu_mark}"
-    )
+    mark = "= the limit" if sentence.startswith("The limit") else "= BOTTLENECK"
+    assert {host for host, name in names.items() if mark in said[name]} == marked
+    cpus, gpus = said[names["algo-2"]].split(", GPUs ")
+    assert cpus.startswith(f"CPUs {100 * cpu / 96:.0f} % busy")
+    assert gpus.startswith(f"{100 * gpu / 8:.0f} % busy")
+    assert ("but data costs less than 10 %" in cpus) == (cpu >= 86.4 and wait < 20)
     assert "at least 90 % busy" in figure.legends[0].get_title().get_text()
+
+
+@pytest.mark.parametrize(
+    "data_group, floor, sentence, said",
+    [
+        # One group, whose cores do both; and, with data hosts, its cores do the GPU's part alone.
+        (False, 100, "Bottleneck: the CPUs of dnn_group (99 % busy); data costs 50 % of a step.",
+         "cores that also play the GPU 99 % busy = BOTTLENECK"),
+        (False, 190, "The limit: the GPUs of dnn_group (99 % busy), as it should be; data costs ",
+         "cores that play the GPU 99 % busy = the limit"),
+        (True, 190, "The limit: the GPUs of dnn_group (99 % busy), as it should be; data costs ",
+         "cores that play the GPU 99 % busy = the limit"),
+        (True, 150, "The limit: the GPUs of dnn_group (99 % busy); data costs 25 % of a step.",
+         "cores that play the GPU 99 % busy = the limit"),
+    ],
+)  # fmt: skip
+def test_where_no_gpu_is_seen_the_cores_play_it(aws, data_group, floor, sentence, said):
+    hosts = {"algo-2": ("dnn_group", [9500] * 6, [])}
+    hosts |= {"algo-1": ("data_group", [3600] * 6, [])} if data_group else {}
+    put_job(PUBLISHED, hosts, [10] * 5)
+    put_job(ONE_P4D, {"algo-1": ("homogeneousCluster", [], [])}, [0] * 5, "synthetic", step=floor)
+    figure = monitoring.plot_job("job", synthetic_job="synthetic")
+    told = " ".join(figure.get_suptitle().split())
+    assert sentence in told and "There is no GPU here: the cores of algo-2 play it." in told
+    panels = {panel.get_title("left").split(" ")[0]: panel for panel in figure.axes}
+    assert panels["dnn_group"].get_title("right") == said
+    step = panels["Step"]
+    assert set(step.lines[-1].get_ydata()) == {floor}
+    assert f"median 200.0 ms, {floor}.0 without data, which costs" in step.get_title("right")
 
 
 def test_the_figure_draws_percentages_of_the_instance_over_time(aws):
@@ -228,17 +283,16 @@ def test_the_figure_draws_percentages_of_the_instance_over_time(aws):
     put_job(ONE_P4D, {"algo-1": ("homogeneousCluster", cpus, gpus)}, [20, 50, 100])
     figure = monitoring.plot_job("job", title="My job")
     assert figure.get_suptitle().startswith("My job\n")
-    host, wait, step = figure.axes
+    host, step = figure.axes
     cpu, gpu, *_ = host.lines
     assert (cpu.get_label(), gpu.get_label()) == ("CPUs", "GPUs")
     assert list(cpu.get_ydata()) == pytest.approx([50, 100, 25])
     assert list(gpu.get_ydata()) == pytest.approx([25, 50, 75])
     assert list(cpu.get_xdata()) == [40, 100, 160]
-    assert list(wait.lines[0].get_ydata()) == pytest.approx([10, 25, 50])
-    assert list(wait.lines[0].get_xdata()) == [120, 180, 240]
-    assert wait.get_title("right") == "median 25 %"
     assert list(step.lines[0].get_ydata()) == [200] * 3
-    assert step.get_title("right") == "median 200.0 ms"
+    assert list(step.lines[0].get_xdata()) == [120, 180, 240]
+    assert list(step.lines[1].get_ydata()) == pytest.approx([20, 50, 100])
+    assert step.get_title("right") == "median 200.0 ms, of which it waits for data for 25 %"
     assert step.get_xlabel() == "seconds since the first line of the log"
     (training,) = [p for p in host.patches if p.get_label() == "first to last step line"]
     assert (training.get_x(), training.get_width()) == (120, 120)
@@ -255,9 +309,9 @@ def test_values_of_less_than_a_minute_are_drawn_one_by_one(aws):
 
 def test_a_long_job_is_drawn_in_minutes_and_no_figure_stays_open(aws):
     put_job(ONE_P4D, {"algo-1": ("homogeneousCluster", [], [])}, [20] * 11)
-    _, wait, step = monitoring.plot_job("job").axes
+    _, step = monitoring.plot_job("job").axes
     assert step.get_xlabel() == "minutes since the first line of the log"
-    assert list(wait.lines[0].get_xdata()) == pytest.approx(list(range(2, 13)))
+    assert list(step.lines[0].get_xdata()) == pytest.approx(list(range(2, 13)))
     assert not plt.get_fignums()
 
 
@@ -306,6 +360,41 @@ def test_values_that_come_later_are_said_to_be_missing(aws, capsys):
     assert sentence in " ".join(figure.get_suptitle().split())
     values = {p.get_title("left").split()[2]: len(p.lines[0].get_ydata()) for p in figure.axes[:3]}
     assert (values["algo-2"], values["algo-3"]) == (4, 8)  # what there is, is drawn
+
+
+def test_after_a_spot_restart_all_figures_are_of_the_last_attempt(aws, capsys):
+    """Its hosts have changed places: algo-1 has been in data_group before, and algo-2 trained."""
+    busy, idle = [7200] * 6, [720] * 6
+    put_job(PUBLISHED, {"algo-1": ("data_group", busy, []), "algo-2": ("dnn_group", idle, [])}, [9])
+    again = {"algo-1": ("dnn_group", [4800] * 6, []), "algo-2": ("data_group", idle, [])}
+    put_attempt(again, [20] * 5, start=START + timedelta(minutes=15))
+    record = sagemaker_backends[DEFAULT_ACCOUNT_ID]["us-east-1"].training_jobs["job"]
+    record.billable_time_in_seconds = 1800  # of both attempts
+
+    table = monitoring.steps("job")
+    notice = "'job' has been interrupted and started again: this is of attempt 2 alone; show_logs("
+    assert capsys.readouterr().err.count(notice) == 1
+    assert list(table["step"]) == [0, 1, 2, 3, 4] and set(table["host"]) == {"algo-1"}
+    assert monitoring.logged("job", "data_wait_ms") == 20
+    used = monitoring.utilisation("job")
+    assert list(used["group"] + " " + used["host"]) == ["data_group algo-2", "dnn_group algo-1"]
+    assert list(used["CPU (%)"]) == pytest.approx([10, 50])
+    data, dnn, step = monitoring.plot_job("job").axes
+    assert [len(panel.lines[0].get_ydata()) for panel in (data, dnn)] == [6, 6]
+    assert list(step.lines[1].get_ydata()) == [20] * 5
+    cost = costs.compare(["job"]).loc["job"]
+    assert cost["billable time (s)"] == 1800 and cost["data wait (ms)"] == 20
+
+    capsys.readouterr()
+    monitoring.main(["job", "--logs"])
+    shown, said = capsys.readouterr()
+    assert [line for line in shown.splitlines() if line.startswith("==")] == [
+        "== data_group / algo-1, attempt 1 of 2 (1 lines)",
+        "== dnn_group / algo-2, attempt 1 of 2 (2 lines)",
+        "== data_group / algo-2, attempt 2 of 2 (1 lines)",
+        "== dnn_group / algo-1, attempt 2 of 2 (6 lines)",
+    ]
+    assert not said
 
 
 def test_a_job_without_metrics_or_step_lines_says_so(aws, capsys):
@@ -453,7 +542,7 @@ def test_a_job_on_this_machine_is_seen_by_the_same_code(tmp_path):
     assert process.returncode == 0, output
     drawn, values, (data, dnn) = json.loads(output.split("RESULT")[1])
     assert (data["group"], data["instance type"]) == ("data_group", "ml.c5.9xlarge")
-    assert (dnn["group"], dnn["instance type"]) == ("dnn_group", "ml.p3.2xlarge")
+    assert (dnn["group"], dnn["instance type"]) == ("dnn_group", "ml.g5.2xlarge")
     for row, vcpus in ((data, 36), (dnn, 8)):
         percentages = [value / vcpus for value in values[row["host"]]]
         assert len(percentages) >= 2 and 0 <= min(percentages) <= max(percentages) <= 100.001
@@ -462,7 +551,7 @@ def test_a_job_on_this_machine_is_seen_by_the_same_code(tmp_path):
         assert row["CPU (%)"] == pytest.approx(100 * row["busy vCPUs"] / vcpus)
         assert min(percentages) <= row["CPU (%)"] <= max(percentages)
     assert data["CPU (%)"] > 2 * dnn["CPU (%)"]  # one is in a loop, the other sleeps
-    waits = drawn["The training waits for data"][0]
+    waits = drawn["Step time"][1]
     assert set(waits) == {60} and len(waits) >= 3
     assert "Step time 100.0 ms, data wait 60.0 ms" in output
     assert f"== dnn_group / {dnn['host']} ({len(waits)} lines)" in output

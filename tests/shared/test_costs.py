@@ -51,12 +51,12 @@ def test_the_published_runs_at_todays_prices():
     table = costs.published("TensorFlow")
     then, today = table.loc["heterogeneous, 2022"], table.loc["heterogeneous, today"]
     assert round(then["price-performance improvement (%)"]) == 46
-    assert today["USD per hour"] == pytest.approx(25.2512883 + 2 * 3.672)
-    assert today["prices as of"] == "2026-04-21, 2026-09-27"
+    assert today["USD per hour"] == pytest.approx(25.2513 + 2 * 3.672)
+    assert today["prices as of"] == "2026-09-27"
     # 1,000 steps of 86 ms take 86 s
-    assert today["USD per 1,000 steps"] == pytest.approx((25.2512883 + 2 * 3.672) / 3600 * 86)
+    assert today["USD per 1,000 steps"] == pytest.approx((25.2513 + 2 * 3.672) / 3600 * 86)
     assert today["price-performance improvement (%)"] == pytest.approx(
-        100 * (1 - (25.2512883 + 2 * 3.672) * 86 / (25.2512883 * 192))
+        100 * (1 - (25.2513 + 2 * 3.672) * 86 / (25.2513 * 192))
     )
 
 
@@ -192,8 +192,18 @@ def test_figure_says_speed_saving_and_the_date_of_the_prices(two_jobs):
     assert "110.0 ms" in said and "2.6x as fast" in said and "44 % cheaper" in said
     assert "USD 0.118056 per 1,000 samples" in said  # 3.825 / 3600 * 1000 / 9
     small_print = " ".join(text.get_text() for text in figure.texts)
-    assert "in us-east-1 as of 2022-10-27, 2026-09-25, less managed spot's" in small_print
+    assert "in us-east-1 as of 2022-10-27, 2026-09-27, less managed spot's" in small_print
     assert "\nMeasured here." in small_print
+
+
+def test_with_the_job_without_data_it_is_known_what_data_costs(two_jobs):
+    add_job("synthetic", HOMOGENEOUS, step_lines((33, 0), (34, 0)), billable_time_in_seconds=60)
+    table = costs.compare(["local", "service"], synthetic_job="synthetic")
+    assert list(table["step without data (ms)"]) == [33.5, 33.5]
+    assert list(table["data costs (%)"]) == pytest.approx([100 * 76.5 / 110, 100 * 8.5 / 42])
+    widths = [bar.get_width() for bar in costs.plot(table).axes[0].patches]
+    assert widths == pytest.approx([33.5, 33.5, 76.5, 8.5])  # of both steps, then what data costs
+    assert table.loc["local", "data wait (ms)"] == 66  # which is in the table, not in the figure
 
 
 def test_the_command_prints_the_table_and_where_prices_are_from(two_jobs, capsys):
@@ -297,10 +307,10 @@ def test_without_an_account_the_command_says_how_to_reach_local_jobs(monkeypatch
 
 LOCAL_JOBS = """
 line = "step=1 epoch=1 loss=0.5 step_time_ms=250 data_wait_ms=50 samples_per_s=128"
-two = {"data_group": ("ml.c5.9xlarge", 1), "dnn_group": ("ml.p3.2xlarge", 1)}
+two = {"data_group": ("ml.c5.9xlarge", 1), "dnn_group": ("ml.g5.2xlarge", 1)}
 names = [
     jobs.run({"train.py": f"print('{line}')"}, "exec python train.py", groups)["TrainingJobName"]
-    for groups in ({"gpu": ("ml.p3.2xlarge", 1)}, two)
+    for groups in ({"gpu": ("ml.g5.2xlarge", 1)}, two)
 ]
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
@@ -316,9 +326,9 @@ def test_the_command_in_a_notebook_knows_its_local_jobs(tmp_path):
     kernel = start_kernel(LOCAL_JOBS, tmp_path, IPYTHONDIR=str(tmp_path / "ipython"))
     said = kernel.communicate(timeout=120)[0]
     rows = {line.split("  ")[0]: line.split() for line in said.splitlines()}
-    assert rows["USD per hour"][-2:] == ["3.8250", "5.6610"], said
-    assert rows["USD per 1,000 steps"][-2:] == ["0.2656", "0.3931"]  # 250 s of them
-    assert '"USD per 1,000 steps": 0.265625' in said
+    assert rows["USD per hour"][-2:] == ["1.5200", "3.3560"], said
+    assert rows["USD per 1,000 steps"][-2:] == ["0.1056", "0.2331"]  # 250 s of them
+    assert '"USD per 1,000 steps": 0.10555' in said
     assert "No training job 'no-such-job' to be seen from here" in said
     assert "(the local SageMaker has no prices: ask in a terminal)" in said
     assert "Traceback" not in said

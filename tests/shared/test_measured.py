@@ -312,6 +312,83 @@ def test_only_vcpus_that_the_process_may_use_count(monkeypatch):
     assert ticks_of_one == pytest.approx(ticks / len(own), rel=0.05)
 
 
+# What `docker run --cpus 1.5`, Kubernetes and systemd make of it: the process's cgroups, their
+# files (USED is replaced), and how the use is counted there.
+LIMITS = {
+    "version 2, in a container": (
+        "0::/\n",
+        {"cpu.max": "150000 100000\n", "cpu.stat": "usage_usec USED\nuser_usec 1\n"},
+        1e6,
+    ),
+    "version 2, of a cgroup above": (
+        "0::/a.slice/b.scope\n",
+        {
+            "a.slice/cpu.max": "150000 100000\n",
+            "a.slice/cpu.stat": "usage_usec USED\nuser_usec 1\n",
+            "a.slice/b.scope/cpu.max": "max 100000\n",
+            "a.slice/b.scope/cpu.stat": "usage_usec 5\nuser_usec 1\n",
+        },
+        1e6,
+    ),
+    "version 1, in a container that knows its path on the host": (
+        "5:memory:/docker/0a1b\n4:cpu,cpuacct:/docker/0a1b\n1:name=systemd:/docker/0a1b\n0::/\n",
+        {
+            "cpu/cpu.cfs_quota_us": "150000\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+            "cpuacct/cpuacct.usage": "USED\n",
+        },
+        1e9,
+    ),
+}
+NO_LIMITS = {
+    "version 2": ("0::/\n", {"cpu.max": "max 100000\n", "cpu.stat": "usage_usec 7\n"}, 1),
+    "as many as there are vCPUs": (
+        "0::/\n",
+        {"cpu.max": "1600000 100000\n", "cpu.stat": "usage_usec 7\n"},
+        1,
+    ),
+    "version 1": (
+        "4:cpu,cpuacct:/\n",
+        {
+            "cpu/cpu.cfs_quota_us": "-1\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+            "cpuacct/cpuacct.usage": "7\n",
+        },
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*LIMITS, *NO_LIMITS])
+def test_a_container_at_its_limit_is_busy(clock, capsys, monkeypatch, tmp_path, case):
+    """It may use 1.5 cores of 16, which are 9 %, and does so for 98 % of the time."""
+    own, files, per_second = (LIMITS | NO_LIMITS)[case]
+    (tmp_path / "own").write_text(own)
+
+    def perf_counter() -> float:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            used = str(int(per_second * 1.5 * 0.98 * clock.now))
+            (tmp_path / name).write_text(text.replace("USED", used))
+        return clock.now
+
+    clock.perf_counter = perf_counter
+    monkeypatch.setattr(module, "CGROUPS", tmp_path)
+    monkeypatch.setattr(module, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(module, "_machine", lambda: ("ml.g5.4xlarge", 1, "16 vCPUs"))
+    train(clock, measured(SimulatedLoader(clock, 0, seconds=0.3), 72), 0.1)
+    said = capsys.readouterr().out
+    if case in LIMITS:
+        assert (
+            "CPUs busy     98 %, without data 98 %, on 1.5 cores, its container's limit, of 16 vC"
+        ) in said
+        assert "verdict       CPU-bound" in said and "clusters      for which instance?" in said
+    else:
+        assert ", on 16 vCPUs" in said and numbers(said)["instance_type"] == "ml.g5.4xlarge"
+
+
 @pytest.fixture
 def printed(clock, capsys) -> str:
     """What a run prints that says after 72 steps what it has found."""

@@ -139,7 +139,20 @@ def test_a_name_that_a_restart_gave_to_a_host_of_another_group_is_two_hosts(caps
     )
     monitoring.show_logs("job", group="dnn_group")
     shown = capsys.readouterr().out
-    assert "== dnn_group / algo-1 (2 lines)" in shown and "interrupted" not in shown
+    assert "== dnn_group / algo-1, attempt 2 of 2 (2 lines)" in shown
+    assert "interrupted" not in shown
+
+
+def test_a_restart_is_seen_though_hosts_have_printed_nothing_before_it():
+    """algo-2 has lines of the second attempt only, the first of them before all of algo-1's."""
+    write_log("job", "algo-1", ["workers=1"])
+    write_log("job", "algo-2", ["workers=2", "workers=2"], 20, 40, 1701)
+    write_log("job", "algo-1", ["workers=4"], 10, 50, 1701)
+    assert monitoring.logged("job", "workers") == 2
+    write_log("job", "algo-1", ["workers=8"], 10, 100, 1702)
+    write_log("job", "algo-2", ["workers=10"], 10, 110, 1702)
+    assert monitoring.logged("job", "workers") == 9
+    assert {line.attempt for line in monitoring.logs("job")} == {3}
 
 
 def test_a_host_that_failed_during_start_up_shows_why(capsys):
@@ -270,6 +283,15 @@ def test_plot_steps_draws_both_series_of_each_job():
     assert [line.get_label() for line in step_time.lines] == ["first", "second"]
     assert [list(line.get_ydata()) for line in step_time.lines] == [[12.34, 11, 13.5], [12.34, 11]]
     assert [list(line.get_ydata()) for line in data_wait.lines] == [[4.56, 0, 0.1], [4.56, 0]]
+
+
+def test_with_the_job_without_data_plot_steps_draws_what_data_costs():
+    write_log("one", "algo-1", STEP_LINES)
+    write_log("synthetic", "algo-1", ["step=1 step_time_ms=11", "step=2 step_time_ms=12"])
+    step_time, costs = monitoring.plot_steps({"first": "one"}, synthetic_job="synthetic").axes
+    assert [line.get_label() for line in step_time.lines] == ["a step without data", "first"]
+    assert set(step_time.lines[0].get_ydata()) == {11.5}
+    assert list(costs.lines[0].get_ydata()) == pytest.approx([0.84, 0, 2])
 
 
 def test_plot_steps_of_a_script_that_does_not_log_its_waiting():

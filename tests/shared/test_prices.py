@@ -89,9 +89,9 @@ def test_hardware(instance_type, hardware):
 
 
 def test_newest_price_is_the_default_and_a_date_picks_an_older_one():
-    assert costs.price_per_hour("ml.p4d.24xlarge") == 25.2512883
-    assert costs.price_per_hour("ml.p4d.24xlarge", as_of="2026-04-20") == 37.688
-    assert costs.price_per_hour("ml.p4d.24xlarge", as_of="2026-04-21") == 25.2512883
+    assert costs.price_per_hour("ml.p4d.24xlarge") == 25.2513
+    assert costs.price_per_hour("ml.p4d.24xlarge", as_of="2026-09-26") == 37.688
+    assert costs.price_per_hour("ml.p4d.24xlarge", as_of="2026-09-27") == 25.2513
     assert costs.price_per_hour("ml.p4d.24xlarge", "ap-south-1") == 30.29606
 
 
@@ -238,10 +238,10 @@ def test_refresh_reads_all_pages_and_passes_over_what_is_no_price_of_training(ca
 
 
 def test_a_refreshed_price_is_preferred_and_an_older_one_still_known():
-    assert costs.price_per_hour("ml.g5.xlarge") == 1.408
+    assert costs.price_per_hour("ml.g5.xlarge") == 1.41
     refresh([product("USE1-Train:ml.g5.xlarge", "1.3")], region="us-east-1")
     assert costs.price_per_hour("ml.g5.xlarge") == 1.3
-    assert costs.price_per_hour("ml.g5.xlarge", as_of="2026-04-21") == 1.408
+    assert costs.price_per_hour("ml.g5.xlarge", as_of="2026-09-27") == 1.41
     refresh([product("USE1-Train:ml.g5.xlarge", "1.2")], region="us-east-1")
     assert costs.price_per_hour("ml.g5.xlarge") == 1.2
 
@@ -249,10 +249,10 @@ def test_a_refreshed_price_is_preferred_and_an_older_one_still_known():
 def test_of_two_prices_of_one_day_the_refreshed_one_is_taken(cache):
     (price,) = refresh([product("USE1-Train:ml.g5.xlarge", "1.3")], region="us-east-1")
     file = cache / "prices-us-east-1.csv"
-    file.write_text(file.read_text().replace(price.as_of, "2026-04-21"))
+    file.write_text(file.read_text().replace(price.as_of, "2026-09-27"))
     assert costs.price_per_hour("ml.g5.xlarge") == 1.3
-    file.write_text(file.read_text().replace("2026-04-21", "2026-04-20"))
-    assert costs.price_per_hour("ml.g5.xlarge") == 1.408
+    file.write_text(file.read_text().replace("2026-09-27", "2026-09-26"))
+    assert costs.price_per_hour("ml.g5.xlarge") == 1.41
 
 
 def test_hardware_that_aws_does_not_say_is_unknown():

@@ -141,19 +141,19 @@ def test_the_knee_is_where_the_formula_is_off():
 
 
 def test_what_a_rank_takes_in_and_receives_is_what_was_measured():
-    """As benchmarks/README.md has it for transfer.py."""
+    """As benchmarks/README.md has it for loader.py."""
     text = (ROOT / "benchmarks" / "README.md").read_text()
-    float32 = text[text.index("| float32: no data host, 1") :]
-    uint8 = text[text.index("| uint8: no data host, 1") :]
-    rows = [
-        re.search(r"\| joined here, 2 \| (.*) \|", part)[1].split(" | ")
-        for part in (float32, uint8)
-    ]
-    assert round(float(rows[0][0]), 1) == prediction.RANK_GB_PER_S
-    seconds = [float(row[1]) + float(row[2]) for row in rows]  # CPU s/GB: the process, its workers
-    assert round(sum(seconds) / 2, 1) == prediction.RECEIVE_MS_PER_MB
-    tiny = re.search(r"\| joined here, 2 \| 722 \| ([\d.]+) \| ([\d.]+) \|", text).groups()
-    assert round(sum(map(float, tiny)), 1) == prediction.RECEIVE_MS_PER_BATCH
+
+    def row(batches: str) -> list[float]:
+        """Speed, and ms of CPU time: of the training process, and of its workers."""
+        line = rf"\| {batches} \| data host \| ([\d.,]+) \S+ \| \w+ \| ([\d.]+) \| ([\d.]+) \|"
+        return [float(number) for number in re.search(line, text).groups()]
+
+    float32, uint8 = row("64 images, float32"), row("64 images, uint8")
+    assert round(float32[0], 1) == prediction.RANK_GB_PER_S
+    assert round(sum(float32[1:] + uint8[1:]) / 2, 1) == prediction.RECEIVE_MS_PER_MB
+    tiny = row("one sample of 16 bytes")
+    assert round(sum(tiny[1:]), 1) == prediction.RECEIVE_MS_PER_BATCH
 
 
 def test_ranks_limit_the_step_as_the_network_does():

@@ -1,0 +1,66 @@
+"""What the whole job gains: the notebooks' heterogeneous jobs beside the homogeneous ones, locally.
+
+    .venv/bin/python benchmarks/job.py 5      so many runs of each notebook, of two minutes each
+
+The peer is the homogeneous job: the same training script with its framework's own way to prepare
+data on the training host, torch's DataLoader or tf.data. Its share of the machine's cores is that
+of its instance, so the speed-up is what added cores bring, less the overhead of the way there.
+The notebooks also have the advisor predict the heterogeneous job's step time before they run it.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import demo  # noqa: E402
+import nbformat  # noqa: E402
+from common import table, write_results  # noqa: E402
+
+LEAST_SPEED_UP, LEAST_SHARE = 1.4, 0.9  # in the median; the share is of the most that is possible
+MEDIAN_ERROR, WORST_ERROR = 0.15, 0.25  # of the predicted step time
+SPEED_UP = re.compile(r"speed-up: ([\d.]+) of at most ([\d.]+)")
+STEP_TIME = re.compile(r"step time: predicted ([\d.]+) ms, measured ([\d.]+) ms")
+
+
+def run(path: Path) -> list[float]:
+    """Run a notebook; return speed-up, the most that is possible, predicted and measured ms."""
+    notebook = nbformat.read(path, as_version=4)
+    demo.execute(notebook, path.parent)
+    text = "\n".join(demo.comparison(notebook))
+    return [float(n) for n in SPEED_UP.search(text).groups() + STEP_TIME.search(text).groups()]
+
+
+def main() -> None:
+    """Run the notebooks with two kinds of jobs so many times as argv[1] says; print a table."""
+    if len(sys.argv) != 2 or not sys.argv[1].isdecimal() or not int(sys.argv[1]):
+        sys.exit("Say how many runs of each notebook: benchmarks/job.py 5")
+    os.environ["SAGEMAKER_TARGET"] = "local"
+    demo.BUILD.mkdir(exist_ok=True)
+    results, rows, missed = {}, [], []
+    for path in sorted(ROOT.glob("*.sagemaker/hetero-*.ipynb")):
+        found = results[path.stem] = [run(path) for _ in range(int(sys.argv[1]))]
+        speed_ups = [speed_up for speed_up, *_ in found]
+        share = median(speed_up / most for speed_up, most, *_ in found)
+        errors = [predicted / measured - 1 for *_, predicted, measured in found]
+        error, worst = median(errors), max(errors, key=abs)
+        shown = f"{median(speed_ups):.2f} ({min(speed_ups):.2f} to {max(speed_ups):.2f})"
+        rows.append((path.stem, shown, f"{share:.0%}", f"{error:+.0%}", f"{worst:+.0%}"))
+        if median(speed_ups) < LEAST_SPEED_UP or share < LEAST_SHARE:
+            missed.append(f"{path.stem}'s speed-up")
+        if abs(error) > MEDIAN_ERROR or abs(worst) > WORST_ERROR:
+            missed.append(f"{path.stem}'s prediction")
+    table("notebook | speed-up | of the most | prediction's median error | worst", rows)
+    write_results("job", results)
+    print(f"\nTargets: a speed-up of {LEAST_SPEED_UP}, {LEAST_SHARE:.0%} of the most; errors of at")
+    print(f"most {MEDIAN_ERROR:.0%} in the median, {WORST_ERROR:.0%} at worst.")
+    if missed:
+        sys.exit(f"Targets missed: {missed}: is the machine busy?")
+
+
+if __name__ == "__main__":
+    main()
