@@ -3,7 +3,6 @@
 import contextlib
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
-# Every notebook's kernel begins with this: a call that the policy of docs/permissions.md does not
+# Every notebook's kernel begins with this: a call that the policy of docs/aws.md does not
 # allow is refused, as on AWS.
 STARTUP = Path(__file__).parent / "build" / "ipython" / "profile_default" / "startup"
 STARTUP.mkdir(parents=True, exist_ok=True)
@@ -21,7 +20,7 @@ STARTUP.mkdir(parents=True, exist_ok=True)
     f"""
 import sys
 sys.path[:0] = places = {[str(Path(__file__).parent), str(Path(__file__).parent / "tests")]}
-import permissions
+from helpers import permissions
 allowed, absent = permissions.enforce(permissions.managed_policy("AmazonSageMakerFullAccess"))
 del sys.path[: len(places)], places  # the notebook finds its modules by itself
 """
@@ -31,13 +30,14 @@ os.environ["SAGEMAKER_TARGET"] = "local"  # the notebooks among them, whatever t
 os.environ.pop("SAGEMAKER_ROLE", None)
 
 
-# Started first: a long file that is started last keeps one process busy while the others idle.
-LONGEST = ["test_tensorflow", "test_workshop", "hetero-tensorflow", "test_endings", "test_runtime"]
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first."""
-    items.sort(key=lambda item: not any(name in item.path.name for name in LONGEST))
+    """Put notebooks and the files marked `first` before the others.
+
+    A long file that is started last keeps one process busy while the others idle.
+    """
+    items.sort(
+        key=lambda item: not (item.path.suffix == ".ipynb" or item.get_closest_marker("first"))
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,7 +60,7 @@ def local(temporary_folder) -> Iterator:
 @pytest.fixture(scope="module")
 def jobs(local, tmp_path_factory: pytest.TempPathFactory):
     """Training jobs in that session."""
-    from jobs import Jobs
+    from helpers.jobs import Jobs
 
     return Jobs(local.role, tmp_path_factory.mktemp("code"))
 
@@ -68,7 +68,8 @@ def jobs(local, tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list]:
     """Three data hosts with different numbers of worker processes, which end cleanly."""
-    from data_hosts import DataHost, has_ended, up, wait_until
+    from helpers.data_hosts import DataHost, has_ended, up
+    from helpers.waiting import wait_until
 
     hosts = up(*[DataHost(workers) for workers in (1, 2, 3)])
     yield hosts
@@ -82,7 +83,7 @@ def hosts() -> Iterator[list]:
 @pytest.fixture
 def start() -> Iterator:
     """Starts data hosts that a test may harm: see `data_hosts.starting`."""
-    from data_hosts import starting
+    from helpers.data_hosts import starting
 
     with starting() as start:
         yield start
@@ -105,9 +106,9 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 def nothing_is_left(temporary_folder: Path):
     """After every test, the jobs that it waited for have left neither folders nor processes."""
     yield
-    from jobs import processes_naming  # tests/ gets on the path after this file is read
+    from helpers.jobs import processes_naming  # tests/ gets on the path after this file is read
+    from helpers.waiting import wait_until_gone
 
-    deadline = time.monotonic() + 5
-    while left := [*temporary_folder.iterdir(), *processes_naming(f"{temporary_folder}/")]:
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.05)
+    wait_until_gone(
+        lambda: [*temporary_folder.iterdir(), *processes_naming(f"{temporary_folder}/")]
+    )

@@ -17,7 +17,7 @@ from statistics import median
 from common import CODE, ROOT, table, write_results
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from jobs import Jobs, texts_in  # noqa: E402
+from helpers.jobs import Jobs, texts_in  # noqa: E402
 from shared import local_sagemaker  # noqa: E402
 
 ACROBOT = """

@@ -161,7 +161,7 @@ def loader() -> tuple[dict, list[str]]:
         traffic = quietly(loader_traffic, *case)
         rows.append((hosts, ranks, num_workers, *traffic.cells(limit)))
         found[f"{hosts}, {ranks} x {num_workers}"] = asdict(traffic)
-        # Fewer than README's rule asks for are there to show what that costs.
+        # Fewer than loader.md's rule asks for are there to show what that costs.
         enough = ranks * num_workers * SAMPLES >= 2 * sum(workers)
         if enough and traffic.rate < LEAST * limit and traffic.machine <= MOST_OF_MACHINE:
             missed.append(f"data hosts of {hosts}, {ranks} ranks")

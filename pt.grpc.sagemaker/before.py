@@ -1,4 +1,4 @@
-"""Train on digits: before.py prepares its samples itself, after.py has data hosts do it."""
+"""Train on digits. before.py prepares the samples itself; after.py lets data hosts do it."""
 
 import os
 

@@ -25,7 +25,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from scripts import results, started_jobs
 from scripts.demo import BUILD, ROOT, comparison, execute, reason, save
 from shared import prices
-from shared.jobs import instances_of
+from shared.monitoring.describe import instances_of
 
 NOTEBOOKS = [  # hello world first: its preflight checks what the others need
     ROOT / "hello.world.sagemaker" / "helloworld-example.ipynb",

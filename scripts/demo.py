@@ -27,7 +27,7 @@ KERNEL_LOG = BUILD / "kernel.log"
 SIGN_OF_LIFE_SECONDS = 15
 QUIET_PERCENT = 5  # our choice: of the CPU time, taken by others
 NEEDED = {  # beside what all of them need
-    "pt.grpc.sagemaker": ["torch", "grpc_tools"],
+    "pt.grpc.sagemaker": ["torch", "grpc"],
     "tf.data.service.sagemaker": ["tensorflow"],
 }
 

@@ -18,8 +18,9 @@ from typing import Any
 import pandas as pd
 from botocore.exceptions import BotoCoreError, ClientError
 
-from shared import costs, logs, prices
-from shared.jobs import describe, instances_of
+from shared import costs, prices
+from shared.monitoring import log
+from shared.monitoring.describe import describe, instances_of
 
 PATIENCE_SECONDS = 30  # for each job: by now nobody can interrupt the run
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,8 +118,8 @@ def _tables(jobs: Mapping[str, Mapping[str, Any]], region: str) -> list[str]:
         lines, steps = [], pd.DataFrame()
         # Without them if no host has started, or the log, or what it says of steps, can't be read.
         with contextlib.suppress(ValueError, OSError, BotoCoreError, ClientError):
-            lines = logs.logs(name)
-            steps = logs.step_table(lines)
+            lines = log.logs(name)
+            steps = log.step_table(lines)
         columns = ["step_time_ms", "data_wait_ms"]
         runs[name] = costs.Run(
             instances_of(job["ResourceConfig"]),

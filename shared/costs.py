@@ -2,27 +2,25 @@
 
 SageMaker bills every instance of a job, whatever its group, for the job's billable seconds. From
 that and from the step times in the job's log this module makes one table, `compare`, and one
-figure, `plot`. The same table can be computed for runs without a job, `compare_runs`: the two
-tables that AWS published are here as `PUBLISHED`.
+figure, `plot`. `compare_runs` computes the table of runs without a job, such as those that AWS
+published, `PUBLISHED`.
 
 Also as a command, for jobs on AWS:
 
-    python -m shared.costs JOB JOB... [--json] [--region REGION] [--as-of DATE]
-    python -m shared.costs --published [--json]
+    python -m shared.costs JOB JOB... [--region REGION]
     python -m shared.costs --refresh REGION
 
 and for jobs of the local SageMaker, inside the notebook that started them:
 
-    %run -m shared.costs JOB JOB... [--json]     (options after the jobs, else they are %run's)
+    %run -m shared.costs JOB JOB...     (options after the jobs, else they are %run's)
 
 Prices are those of shared/prices.py: look at the current ones before you decide with them.
 """
 
 import argparse
 import builtins
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import nan
 from typing import Any
@@ -36,7 +34,7 @@ from matplotlib.figure import Figure
 
 from shared import monitoring
 from shared.commands import reader_may_leave
-from shared.jobs import describe, instances_of
+from shared.monitoring.describe import describe, instances_of
 from shared.prices import Price, cache_file, find, price_per_hour, refresh_prices
 
 __all__ = [
@@ -47,8 +45,6 @@ __all__ = [
     "compare_runs",
     "plot",
     "price_per_hour",
-    "published",
-    "read_runs",
     "readable",
     "refresh_prices",
 ]
@@ -95,64 +91,42 @@ PUBLISHED = {
 
 
 def compare(
-    job_names: Sequence[str] | Mapping[str, str],
-    session: boto3.Session | None = None,
-    as_of: str | None = None,
-    region: str | None = None,
-    synthetic_job: str | None = None,
+    job_names: Mapping[str, str], region: str | None = None, synthetic_job: str | None = None
 ) -> pd.DataFrame:
     """Compare training jobs that have ended; the first one is the baseline.
 
     Args:
-        job_names: Names of the jobs, or {label: name} to have short labels in table and figure.
-        session: boto3 session to use instead of the default one.
-        as_of: ISO date of the prices, instead of the newest ones.
+        job_names: Names of the jobs by short labels, for table and figure.
         region: Where the prices are from, if not from the jobs' region.
         synthetic_job: Name of the same job without data, to know what data costs of a step.
 
     Returns:
-        One row per job; columns as in `compare_runs`.
+        One row per job; columns as in `compare_runs`; times are medians over the step lines.
 
     Raises:
         ValueError: a job is unknown, has not ended, was not billed or has logged no steps, or a
             price is not known.
     """
-    runs = read_runs(job_names, session, synthetic_job)
-    jobs_region = (session or boto3).client("sagemaker").meta.region_name
-    return compare_runs(runs, region or jobs_region, as_of)
-
-
-def read_runs(
-    job_names: Sequence[str] | Mapping[str, str],
-    session: boto3.Session | None = None,
-    synthetic_job: str | None = None,
-) -> dict[str, Run]:
-    """Read what `compare` needs to know of training jobs; times are medians over the step lines.
-
-    Raises:
-        ValueError: a job is unknown, has not ended, was not billed, or has logged no steps.
-    """
     runs, without_data_ms = {}, nan
     if synthetic_job:
-        without_data_ms = monitoring.steps(synthetic_job, session)["step_time_ms"].median()
-    for label, name in monitoring.labelled(job_names).items():
-        description = _billed(name, session)
+        without_data_ms = monitoring.steps(synthetic_job)["step_time_ms"].median()
+    for label, name in job_names.items():
+        description = _billed(name)
         columns = ["step_time_ms", "data_wait_ms", "samples_per_s"]
-        median = monitoring.steps(name, session).reindex(columns=columns).median()
         runs[label] = Run(
             instances_of(description["ResourceConfig"]),
             without_data_ms=without_data_ms,
             billable_s=description["BillableTimeInSeconds"],
             training_s=description.get("TrainingTimeInSeconds", nan),
             spot=description.get("EnableManagedSpotTraining", False),
-            **median,
+            **monitoring.steps(name).reindex(columns=columns).median(),
         )
-    return runs
+    return compare_runs(runs, region or boto3.client("sagemaker").meta.region_name)
 
 
-def _billed(name: str, session: boto3.Session | None) -> dict[str, Any]:
+def _billed(name: str) -> dict[str, Any]:
     """Describe a training job that has ended and was billed."""
-    description = describe(name, session)
+    description = describe(name)
     status = description["TrainingJobStatus"]
     if status in ("InProgress", "Stopping"):
         raise ValueError(f"Training job {name!r} is {status}: its cost is known once it has ended.")
@@ -176,34 +150,8 @@ def compare_runs(
         improvement is 1 - cost per step / the baseline's cost per step. The prices used, with their
         sources, are in the table's attrs["prices"].
     """
-    return _table(runs, region, as_of, newer_than="")
-
-
-def published(framework: str, region: str = "us-east-1") -> pd.DataFrame:
-    """Compute a table that AWS published in 2022, and the same with today's prices.
-
-    Args:
-        framework: "TensorFlow" or "PyTorch".
-        region: Where the prices are from.
-
-    Returns:
-        As `compare_runs`, for 2022 and for today, each with a baseline of its own. Costs are nan
-        where no price newer than the published one is known.
-    """
-    if framework not in PUBLISHED:
-        raise ValueError(f"There is no published table of {framework!r}, only {list(PUBLISHED)}.")
-    then = _table(PUBLISHED[framework], region, PUBLISHED_ON, newer_than="")
-    today = _table(PUBLISHED[framework], region, None, newer_than=PUBLISHED_ON)
-    table = pd.concat([then.rename("{}, 2022".format), today.rename("{}, today".format)])
-    table.attrs["prices"] = then.attrs["prices"] + today.attrs["prices"]
-    return table
-
-
-def _table(
-    runs: Mapping[str, Run], region: str, as_of: str | None, newer_than: str
-) -> pd.DataFrame:
     prices = {name: find(name, region, as_of) for run in runs.values() for name in run.instances}
-    rows = {label: _row(run, prices, newer_than) for label, run in runs.items()}
+    rows = {label: _row(run, prices) for label, run in runs.items()}
     table = pd.DataFrame(rows).T.infer_objects()
     baseline = table.iloc[0]
     table["speed-up"] = baseline["step time (ms)"] / table["step time (ms)"]
@@ -214,15 +162,12 @@ def _table(
     return table
 
 
-def _row(run: Run, prices: dict[str, Price], newer_than: str) -> dict[str, Any]:
+def _row(run: Run, prices: dict[str, Price]) -> dict[str, Any]:
     """Compute what does not depend on the baseline."""
     names = sorted(run.instances, key=lambda name: -prices[name].usd_per_hour)  # dearest first
     usd_per_hour = sum(run.instances[name] * prices[name].usd_per_hour for name in names)
     summands = " + ".join(f"{run.instances[name]} x {prices[name].usd_per_hour}" for name in names)
     days = ", ".join(sorted({prices[name].as_of for name in names}))
-    outdated = [name for name in names if prices[name].as_of <= newer_than]
-    if outdated:
-        usd_per_hour, summands, days = nan, nan, f"no newer price of {', '.join(outdated)}"
     saving = 1 - run.billable_s / run.training_s if run.spot else 0.0
     usd_per_s = usd_per_hour / 3600
     return {
@@ -269,7 +214,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     return turned
 
 
-def plot(table: pd.DataFrame, title: str = "", note: str = "") -> Figure:
+def plot(table: pd.DataFrame, title: str, note: str = "") -> Figure:
     """Draw a comparison: step time, split into what data costs and the rest, and cost.
 
     What data costs is what a step takes longer than one without data; where that is not known, the
@@ -339,37 +284,19 @@ def main(arguments: list[str] | None = None) -> int:
         "them. The region of the jobs is boto3's (AWS_DEFAULT_REGION).",
     )
     parser.add_argument("jobs", nargs="*", metavar="JOB", help="name of a training job that ended")
-    parser.add_argument(
-        "--published", action="store_true", help="the tables that AWS published in 2022, and today"
-    )
     parser.add_argument("--refresh", metavar="REGION", help="get current prices from AWS")
     parser.add_argument("--region", help="where the prices are from, if not from the jobs' region")
-    parser.add_argument("--as-of", metavar="DATE", help="prices of that day, such as 2022-10-27")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     try:
         with reader_may_leave():
-            if (bool(options.jobs), options.published, bool(options.refresh)).count(True) != 1:
-                raise ValueError("Name training jobs, or give --published, or --refresh REGION.")
-            if options.as_of and not options.jobs:
-                raise ValueError("--as-of is for training jobs.")
+            if bool(options.jobs) == bool(options.refresh):
+                raise ValueError("Name training jobs, or give --refresh REGION.")
             if options.refresh:
                 print(f"asking AWS for its training prices of {options.refresh} ...", flush=True)
-                prices = refresh_prices(options.refresh)
-                file = cache_file(options.refresh)
-                print(f"{len(prices)} training prices of {options.refresh} are now in {file}.")
-            elif options.published:
-                region = options.region or "us-east-1"
-                _print({name: published(name, region) for name in PUBLISHED}, options.json)
-                if not options.json:
-                    print(
-                        'AWS\'s "Cost per Step" is the cost of 100 steps. For newer prices:',
-                        end=" ",
-                    )
-                    print(f"python -m shared.costs --refresh {region}")
+                count, file = len(refresh_prices(options.refresh)), cache_file(options.refresh)
+                print(f"{count} training prices of {options.refresh} are now in {file}.")
             else:
-                table = compare(options.jobs, as_of=options.as_of, region=options.region)
-                _print({"jobs": table}, options.json)
+                _print(compare({name: name for name in options.jobs}, options.region))
     except (ValueError, OSError) as error:  # the latter: prices that cannot be kept
         print(error, file=sys.stderr)
         return 2
@@ -380,17 +307,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _print(tables: dict[str, pd.DataFrame], as_json: bool) -> None:
-    """Print tables under their titles, and below them where each price is from."""
-    if as_json:
-        rows = {title: table.reset_index(names="run") for title, table in tables.items()}
-        texts = {title: row.to_json(orient="records") for title, row in rows.items()}
-        print(json.dumps({title: json.loads(text) for title, text in texts.items()}, indent=2))
-        return
-    for title, table in tables.items():
-        print(f"{title}\n{readable(table).to_string()}\n")
-    prices = {price for table in tables.values() for price in table.attrs["prices"]}
-    for price in sorted(prices, key=lambda price: (price.as_of, price.instance_type)):
+def _print(table: pd.DataFrame) -> None:
+    """Print a table, and below it where each price is from."""
+    print(f"{readable(table).to_string()}\n")
+    for price in sorted(
+        table.attrs["prices"], key=lambda price: (price.as_of, price.instance_type)
+    ):
         print(f"{price.instance_type} in {price.region}: USD {price.usd_per_hour} per hour", end="")
         print(f" as of {price.as_of}, {price.source}")
 

@@ -21,10 +21,9 @@ from dataclasses import astuple, dataclass, fields, replace
 from datetime import date, datetime, timezone
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import boto3
+import boto3
 
 SNAPSHOT = Path(__file__).with_name("prices.csv")
 
@@ -144,29 +143,21 @@ def price_per_hour(
     return find(instance_type, region, as_of).usd_per_hour
 
 
-def refresh_prices(region: str, session: "boto3.Session | None" = None) -> list[Price]:
+def refresh_prices(region: str) -> list[Price]:
     """Get the current training prices of a region from the AWS Price List API, and keep them.
 
-    They are kept in `cache_file(region)`, one file per region, written as a whole or not at all.
-    What is not an hourly on-demand price of a training instance in US dollars is passed over: spot
-    training, fees, free trials, products without a price. What an instance has is taken from
-    prices.csv where that knows the type, for AWS's price list is incomplete there.
+    They are kept in `cache_file(region)`. What is not an hourly on-demand price of a training
+    instance in US dollars is passed over: spot training, fees, free trials, products without a
+    price. What an instance has is taken from prices.csv where that knows the type, for AWS's price
+    list is incomplete there.
 
     It needs AWS credentials that may `pricing:GetProducts`, and costs nothing. It does not work in
     a process in which the local SageMaker runs: that lets nothing through to AWS.
 
-    Args:
-        region: AWS region whose prices to get.
-        session: boto3 session to use instead of the default one.
-
     Raises:
         ValueError: AWS has no training prices of the region, or an answer that cannot be read.
     """
-    if session is None:
-        import boto3  # not above: it takes longer to import than a look-up takes
-
-        session = boto3.Session()
-    client = session.client("pricing", region_name="us-east-1")  # the API is in few regions only
+    client = boto3.client("pricing", region_name="us-east-1")  # the API is in few regions only
     filters = {"regionCode": region, "component": "Training"}
     pages = client.get_paginator("get_products").paginate(
         ServiceCode="AmazonSageMaker",
@@ -256,7 +247,7 @@ def _number(text: str | None, otherwise: float = float("nan")) -> float:
 
 
 def _write(file: Path, prices: Iterable[Price]) -> None:
-    """Write a file of prices so that who reads it meanwhile sees the old or the new one."""
+    """Write a file of prices as a whole: who reads it meanwhile sees the old or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}.part")
     try:

@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from shared.bottleneck import LEAST_WAIT_PERCENT, wait_percent
-from shared.jobs import describe
-from shared.logs import GrowingLog, hosts_of, logged, step_table, steps
+from shared.monitoring.bottleneck import LEAST_WAIT_PERCENT, wait_percent
+from shared.monitoring.describe import describe
+from shared.monitoring.log import GrowingLog, hosts_of, logged, step_table, steps
 
 POINTS = 10  # of lab 1: percent points that an answer may be off
 PERCENT = 10  # of lab 2: percent that a prediction may be off

@@ -28,7 +28,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from helpers.pages import ROOT, copy_repository
+
 PICTURES = ROOT / "build" / "browser"
 # What must be on the page, at least: tables of pandas, figures of matplotlib.
 NOTEBOOKS = {
@@ -41,14 +42,9 @@ MINUTES = 10  # for one notebook
 TRACKER = "@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
 
 
-def copy_repository(folder: Path, with_outputs: bool) -> None:
-    """Copy what git tracks: JupyterLab writes into the notebooks that it has open."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
-    for name in names.stdout.decode().split("\0"):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    for name in [] if with_outputs else NOTEBOOKS:
+def forget_outputs(folder: Path) -> None:
+    """Remove what the notebooks of a copy have printed."""
+    for name in NOTEBOOKS:
         notebook = json.loads((folder / name).read_text())
         for cell in notebook["cells"]:
             if cell["cell_type"] == "code":
@@ -189,7 +185,9 @@ def main() -> None:
     failed = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and so end JupyterLab, too
     with tempfile.TemporaryDirectory() as copy, tempfile.TemporaryDirectory() as settings:
-        copy_repository(Path(copy), with_outputs=saved)
+        copy_repository(Path(copy))  # JupyterLab writes into the notebooks that it has open
+        if not saved:
+            forget_outputs(Path(copy))
         lab, address = start_lab(Path(copy), Path(settings))
         try:
             with sync_playwright() as playwright:

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import psutil
 
-import endings
-from jobs import Jobs
+from helpers import endings, running
+from helpers.jobs import Jobs
 from shared import local_sagemaker
 
 AT_ONCE = 4  # jobs that wait for the end of a host that hangs
@@ -40,9 +40,11 @@ MAY_HANG = ("launcher", "rank", "data server")
 
 @dataclass
 class Attempt:
-    """What has been done to a job."""
+    """What has been done to a job, and when."""
 
-    begun: endings.Begun
+    seed: int
+    job: running.Running
+    event_at: float  # seconds since 1970
     what: str
     host: str  # to be named by the FailureReason, if it is clear which one that is
     launched: bool  # whether there was a launcher to say why the job fails
@@ -51,19 +53,19 @@ class Attempt:
 def begin(jobs: Jobs, seed: int) -> Attempt:
     """Start a job and let something happen."""
     chance = random.Random(seed)
-    job = endings.start(
+    job = running.start(
         jobs,
         SOONER,
         hyperparameters={"max-steps": 24, "processes-per-host": 2},
         max_runtime_seconds=900,
     )
-    environment = job.environment()
+    assert job.environment  # remembered, for when it has ended
     seconds = chance.uniform(0, 20)
     time.sleep(seconds)
     leading = {
         "launcher": job.launchers(),
-        "rank": endings.first_of(job.processes(has="RANK")),
-        "data server": endings.first_of(job.processes(has="HETERO_SERVE_AT")),
+        "rank": running.first_of(job.processes(has="RANK")),
+        "data server": running.first_of(job.processes(has="HETERO_SERVE_AT")),
     }
     launched, trains = bool(leading["launcher"]), bool(leading["rank"])
     what, host = chance.choice(["stop", *ACTIONS]), ""
@@ -83,24 +85,23 @@ def begin(jobs: Jobs, seed: int) -> Attempt:
         what += f" {name}"
     what += f" after {seconds:.1f} s"
     print(f"{seed}: {what} ...", flush=True)
-    return Attempt(endings.Begun.of(str(seed), job, environment), what, host, launched)
+    return Attempt(seed, job, time.time(), what, host, launched)
 
 
 def finish(attempt: Attempt) -> str:
     """Wait for the job's end; return a line that says how it ended."""
-    begun = attempt.begun
-    job = begun.job.jobs.wait(begun.job.name, seconds=LONGEST)
+    job = attempt.job.jobs.wait(attempt.job.name, seconds=LONGEST)
     status, reason = job["TrainingJobStatus"], job.get("FailureReason") or ""
-    seconds = endings.seconds_to_end(job, begun.event_at)
-    line = f"{begun.name}: {attempt.what}: {status} {seconds:.0f} s later"
+    seconds = running.seconds_to_end(job, attempt.event_at)
+    line = f"{attempt.seed}: {attempt.what}: {status} {seconds:.0f} s later"
     assert status != "Stopped" or attempt.what.startswith("stop"), line
     if status == "Failed" and attempt.launched:
         named = rf"AlgorithmError: .*{attempt.host or 'algo-[0-9]'} \(\w+\)"
-        trained = any("training finished" in line for line in begun.job.log())
+        trained = any("training finished" in line for line in attempt.job.log())
         if trained and attempt.what.startswith("kill launcher"):
             named += "|AlgorithmError: , exit code: 137$"  # there may be nobody left to say more
         assert re.match(named, reason), f"{line}. {reason}"
-    endings.assert_nothing_left(begun)
+    running.assert_nothing_left(attempt.job)
     return f"{line}. {reason}"
 
 
@@ -109,7 +110,7 @@ def main() -> None:
     broken = []
     seeds = range(int(sys.argv[1]), int(sys.argv[2]))
     with tempfile.TemporaryDirectory() as folder, local_sagemaker.start() as local:
-        endings.upload_images()
+        running.upload_images()
         jobs, begun = Jobs(local.role, Path(folder)), []
         for seed in seeds:
             begun.append(begin(jobs, seed))
@@ -118,7 +119,7 @@ def main() -> None:
                 try:
                     print(finish(attempt), flush=True)
                 except AssertionError as error:
-                    broken.append(f"{attempt.begun.name}: {attempt.what}: {error}")
+                    broken.append(f"{attempt.seed}: {attempt.what}: {error}")
                     print(f"BROKEN {broken[-1]}", flush=True)
     if broken:
         sys.exit("\n".join(broken))

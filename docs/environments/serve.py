@@ -1,4 +1,4 @@
-"""Steps environments on all cores of its host: python -m hetero --serve serve.py train.py."""
+"""Step environments on all cores of this host: python -m hetero --serve serve.py train.py."""
 
 import hmac
 import multiprocessing.connection
@@ -10,21 +10,24 @@ import grpc
 import gymnasium
 import numpy as np
 
-ENVIRONMENT = "CartPole-v1"  # or "module:Name-v0", of a module that registers it
-PER_CORE = 8  # environments, which a process steps one after the other
-STEP_SECONDS = 120  # that environments may take for a step
+ENVIRONMENT = "CartPole-v1"  # or "module:Name-v0", if the module registers it
+PER_CORE = 8  # environments in each process, which steps them one after the other
+STEP_SECONDS = 120  # the most that environments may take for a step
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_reconnect_backoff_ms", 1000)]
 OPTIONS += [("grpc.enable_http_proxy", 0)]  # hosts of one job talk directly
-LIFE = os.urandom(8)  # of this server: one that is started again has other environments
-pipes: list[multiprocessing.connection.Connection] = []  # to the processes
+LIFE = os.urandom(8)  # identifies this server: after a restart it has other environments
+pipes: list[multiprocessing.connection.Connection] = []  # one for each process
 
 
 def play(pipe: multiprocessing.connection.Connection, seed: int) -> None:
-    """Tell of environments, after a step if there are actions, in a process of their own."""
+    """Run environments in this process: for each message step them, and send their rows back.
+
+    A message contains actions. If it is empty, the environments do not step.
+    """
     envs = gymnasium.make_vec(ENVIRONMENT, PER_CORE, "sync", {"autoreset_mode": "SameStep"})
     space, (observation, _) = envs.action_space, envs.reset(seed=seed)
     reward, total, done = np.zeros((3, PER_CORE))
-    with suppress(EOFError):  # the server has ended
+    with suppress(EOFError):  # raised when the server has ended
         while True:
             if actions := pipe.recv_bytes():
                 actions = np.frombuffer(actions, np.int64).astype(space.dtype)
@@ -35,9 +38,9 @@ def play(pipe: multiprocessing.connection.Connection, seed: int) -> None:
 
 
 def step(request: bytes, context: grpc.ServicerContext) -> bytes:
-    """Step all environments, unless there are no actions; return a row of float32 for each.
+    """Step all environments, and return a row of float32 for each; without actions do not step.
 
-    Before the actions stands LIFE, as the last reply had it, and before the rows, too.
+    The actions begin with the LIFE of the last reply, and the rows begin with LIFE too.
     """
     token = dict(context.invocation_metadata()).get("token", "")
     if not hmac.compare_digest(token, os.environ["HETERO_TOKEN"]):
@@ -52,20 +55,20 @@ def step(request: bytes, context: grpc.ServicerContext) -> bytes:
         if not all(multiprocessing.connection.wait([pipe], STEP_SECONDS) for pipe in pipes):
             raise EOFError
         return LIFE + b"".join(pipe.recv_bytes() for pipe in pipes)
-    except (EOFError, OSError):  # an environment fails or hangs: hetero starts this server again
+    except (EOFError, OSError):  # an environment failed or hangs: hetero restarts this server
         os._exit(1)
 
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method("spawn")  # a fork would hold the other processes' pipes open
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # in each process: together they have all cores
+    multiprocessing.set_start_method("spawn")  # a fork would keep the other pipes open
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes already use all cores
     first = 10_000 * int(os.environ.get("SM_CURRENT_HOST", "algo-1").removeprefix("algo-"))
     for seed in range(first, first + PER_CORE * len(os.sched_getaffinity(0)), PER_CORE):
         pipe, theirs = multiprocessing.Pipe()
         multiprocessing.Process(target=play, args=[theirs, seed], daemon=True).start()
-        theirs.close()  # so that `pipe` ends with the process
+        theirs.close()  # so that `pipe` closes when the process ends
         pipes.append(pipe)
-    server = grpc.server(ThreadPoolExecutor(1), options=OPTIONS)  # one call after the other
+    server = grpc.server(ThreadPoolExecutor(1), options=OPTIONS)  # one call at a time
     methods = {"step": grpc.unary_unary_rpc_method_handler(step)}
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("environments", methods)])
     server.add_insecure_port(os.environ["HETERO_SERVE_AT"])

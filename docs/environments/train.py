@@ -1,4 +1,4 @@
-"""PPO, much as Spinning Up writes it, on environments that all hosts step at the same time."""
+"""PPO, much like Spinning Up's, on environments that all hosts step at the same time."""
 
 import os
 import sys
@@ -13,13 +13,13 @@ from torch.nn import Linear, Sequential, Tanh
 
 from serve import ENVIRONMENT, OPTIONS
 
-SECONDS = 60  # after which a host that does not answer is lost
+SECONDS = 60  # a host that does not answer for so long is lost
 UPDATES, STEPS, PASSES = 80, 32, 20
 GAMMA, LAMBDA, CLIP, LEARNING_RATE = 0.99, 0.95, 0.2, 2e-3
 
 
 class Host:
-    """A host, and a row for each of its environments: none while it is not there."""
+    """A host, with a row for each of its environments. While it is lost, there are no rows."""
 
     def __init__(self, address: str):
         self.address, self.life, self.rows = address, b"", np.zeros((0, 3 + inputs), np.float32)
@@ -27,13 +27,13 @@ class Host:
         self.ask(b"")
 
     def ask(self, actions: bytes) -> None:
-        """Have the environments step; without actions only tell, as soon as the host is there."""
+        """Step the environments; without actions get their rows, as soon as the host is there."""
         token = [("token", os.environ["HETERO_TOKEN"])]
         request = self.life + actions if actions else b""
         self.reply = self.step.future(request, SECONDS, token, wait_for_ready=not actions)
 
     def take(self) -> np.ndarray:
-        """Wait for the rows; without a reply the host is lost, until it is there again."""
+        """Wait for the rows. If the call fails, the host is lost and is asked again."""
         try:
             reply = self.reply.result()
             self.life, rows = reply[:8], np.frombuffer(reply, np.float32, offset=8)
@@ -47,8 +47,8 @@ class Host:
 
 addresses = os.environ.get("HETERO_DATA_HOSTS")
 if not addresses or os.environ.get("WORLD_SIZE", "1") != "1":
-    sys.exit("train.py: error: it needs a data_group, and one rank: one training host, --ranks 1.")
-environment = gymnasium.make(ENVIRONMENT)  # for its spaces
+    sys.exit("train.py: error: it needs a data_group, and one rank (one training host, --ranks 1).")
+environment = gymnasium.make(ENVIRONMENT)  # only to read its spaces
 observations, actions = environment.observation_space, environment.action_space
 spaces = gymnasium.spaces
 if not isinstance(observations, spaces.Box) or not isinstance(actions, spaces.Discrete):
@@ -65,11 +65,11 @@ policy, value = (
     for outputs in (actions.n, 1)
 )
 optimizer = torch.optim.Adam([*policy.parameters(), *value.parameters()], LEARNING_RATE)
-hosts, returns = [Host(a) for a in addresses.split(",")], []  # of the episodes that have ended
+hosts, returns = [Host(a) for a in addresses.split(",")], []  # returns of ended episodes
 for update in range(1, UPDATES + 1):
     begin, waited, rollout = time.perf_counter(), 0.0, []
     there = [h for h in hosts if len(h.rows) or h.reply.done() and len(h.take())]
-    while not there and time.perf_counter() < begin + SECONDS:  # at first, or if all are lost
+    while not there and time.perf_counter() < begin + SECONDS:  # at the start, or if all are lost
         time.sleep(1)
         there = [h for h in hosts if len(h.take())]
     there = there or sys.exit(f"train.py: error: no environments on {addresses}. See their logs.")
@@ -81,7 +81,7 @@ for update in range(1, UPDATES + 1):
             choice, estimate = Categorical(logits=policy(observation)), value(observation)[:, 0]
         action = choice.sample()
         asked = time.perf_counter()
-        shares = np.split(action.cpu().numpy() + actions.start, ends)  # and one more, of none
+        shares = np.split(action.cpu().numpy() + actions.start, ends)  # the last is empty
         for host, share in zip(there, shares, strict=False):
             host.ask(share.tobytes())
         rows = np.concatenate([host.take() for host in there])
@@ -89,7 +89,7 @@ for update in range(1, UPDATES + 1):
         reward, total, end = torch.from_numpy(rows[:, :3]).to(device).T
         returns += total[end > 0].tolist()
         rollout.append((observation, action, choice.log_prob(action), estimate, reward, 1 - end))
-    if len(rows) < ends[-1]:  # a host is lost: this rollout is left out
+    if len(rows) < ends[-1]:  # a host is lost: discard this rollout
         continue
     observation, action, old, estimate, reward, on = map(torch.stack, zip(*rollout, strict=True))
     following = value(torch.from_numpy(rows[:, 3:]).to(device))[:, 0].detach()

@@ -16,19 +16,24 @@ import hmac
 import importlib.util
 import json
 import os
-import queue
 import re
 import secrets
+import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 TRAINING_GROUP = "dnn_group"  # in a job of several groups; else the only one
@@ -38,7 +43,7 @@ RESOLVE_SECONDS, REACH_SECONDS, ANSWER_SECONDS = 120, 10, 5  # names; ports; a l
 RUN_SECONDS, CHECK_SECONDS = 120, 240  # a process that imports the framework; a whole check
 STREAM_SECONDS = 1
 LIMIT_SECONDS, STOP_SECONDS = 1100, 60  # of all; after SIGTERM, which SIGKILL follows in 120 s
-LONGEST = 1 << 20  # bytes of a line between hosts that know each other
+LONGEST = 1 << 20  # bytes that one host tells another
 RESULT = "preflight found: "  # begins a process's result, among the lines that libraries print
 COMPATIBILITY = Path("/usr/local/cuda/compat")  # CUDA's libraries for older drivers
 BASE_DIR = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
@@ -59,13 +64,12 @@ class Cluster:
         # The launchers' leader; rank 0's store or Horovod's rendezvous; the data hosts.
         self.ports = [base_port, base_port + 1, base_port + 2]
         self.here, self.interface = config["current_host"], config["network_interface_name"]
-        self.groups: dict[str, str] = {}  # host -> its group
-        self.types: dict[str, str] = {}  # host -> its instance type
-        for group in sorted(config["instance_groups"], key=lambda g: g["instance_group_name"]):
-            for host in sorted(group["hosts"], key=lambda h: (len(h), h)):
-                self.groups[host] = group["instance_group_name"]
-                self.types[host] = group["instance_type"]
-        names = sorted(set(self.groups.values()))
+        self.instance_type = config["current_instance_type"]
+        groups = {each["instance_group_name"]: each["hosts"] for each in config["instance_groups"]}
+        names = sorted(groups)
+        self.groups = {  # host -> its group
+            host: name for name in names for host in sorted(groups[name], key=lambda h: (len(h), h))
+        }
         training = names[0] if len(names) == 1 else TRAINING_GROUP
         self.training = [host for host, group in self.groups.items() if group == training]
         if not self.training:
@@ -98,9 +102,8 @@ def examine(cluster: Cluster, ports: list[int]) -> dict:
     seen = json.loads(output) if ended_well else {"name": "does not load", "gpus": 0, "cuda": None}
     names, driver = list_gpus()
     told = max(len(names), int(os.environ.get("SM_NUM_GPUS") or 0))
-    kind = cluster.types[cluster.here]
-    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    mib = shm.f_blocks * shm.f_frsize >> 20 if shm else 0
+    kind = cluster.instance_type
+    mib = shutil.disk_usage("/dev/shm").total >> 20 if os.path.isdir("/dev/shm") else 0
     interfaces = [name for _, name in socket.if_nameindex()]
     try:
         hostname = f"{socket.gethostname()}: {socket.gethostbyname(socket.gethostname())}"
@@ -176,139 +179,104 @@ def describe_framework() -> dict:
 
 def run(command: list[str], **environment: str) -> tuple[bool, str]:
     """Run a command; whether it ended well, and the result or the error that it printed."""
-    late = ""
     with tempfile.TemporaryFile("w+") as file:  # a pipe might be held open by what it has started
         streams = {"stdout": file, "stderr": subprocess.STDOUT, "timeout": RUN_SECONDS}
         try:
-            env = {**os.environ, **environment}
-            status = subprocess.run(command, env=env, **streams).returncode
+            status = subprocess.run(command, env=os.environ | environment, **streams).returncode
         except subprocess.TimeoutExpired:
-            status, late = 1, f"Error: no end within {RUN_SECONDS} s"
+            status = 1
+            print(f"Error: no end within {RUN_SECONDS} s", file=file)
         file.seek(0)
-        lines = [line.strip() for line in (*file, late) if line.strip()] or ["no output"]
+        lines = [line.strip() for line in file if line.strip()] or ["no output"]
     results = [line for line in lines if line.startswith(RESULT)]
     if status == 0 and results:
         return True, results[-1].removeprefix(RESULT)
     print(*lines[-30:], sep="\n", flush=True)
-    # torchrun's own ChildFailedError comes after that of the process that it started.
-    errors = [line for line in lines if re.search(r"(?<!ChildFailed)Error: ", line)] or lines
-    return False, errors[-1][:300].rstrip(".")
+    return False, ([line for line in lines if "Error: " in line] or lines)[-1][:300].rstrip(".")
 
 
 # ------------------------------------------------------------------------ hosts talk to each other
 
 
-def sign(*words: object) -> str:
-    """Prove, to the sender of a nonce among the words, that this host knows the job's token."""
+def sign(*words: str) -> str:
+    """Prove that the job's token is known to whom these words are from."""
     token = os.environ.get("HETERO_TOKEN", "").encode()
     return hmac.new(token, json.dumps(words).encode(), "sha256").hexdigest()
 
 
-def send(sock: socket.socket, message: dict) -> None:
-    """Send a JSON object on a line."""
-    sock.settimeout(ANSWER_SECONDS)
-    sock.sendall(json.dumps(message).encode() + b"\n")
+class Answer(BaseHTTPRequestHandler):
+    """Answers the job's hosts, over HTTP, and no strangers, who do not know the token."""
 
+    timeout = ANSWER_SECONDS
+    team: "Team"
+    refused: set[str] = set()  # addresses
 
-def receive(sock: socket.socket, seconds: float, longest: int = 1024) -> dict:
-    """Return the object on the next line; raise OSError unless it comes in time, and is short."""
-    deadline, line = time.monotonic() + seconds, b""
-    while not line.endswith(b"\n"):
-        sock.settimeout(max(0.01, deadline - time.monotonic()))
-        part = sock.recv(longest - len(line), socket.MSG_PEEK)
-        part = sock.recv(len(part.partition(b"\n")[0]) + 1)  # leave what comes after the line
-        if not part or line and time.monotonic() > deadline:
-            raise ConnectionError("no line came" if part else "it closed the connection")
-        line += part
-    try:
-        return dict(json.loads(line))
-    except (ValueError, TypeError, RecursionError):
-        raise ConnectionError("another program answers") from None
-
-
-class Ports:
-    """Answers the job's hosts at the examples' ports, and at one that the system gives.
-
-    Strangers, who do not know the token, get a nonce and ANSWER_SECONDS.
-    """
-
-    def __init__(self, cluster: Cluster):
-        self.host = cluster.here
-        self.open: dict[int, socket.socket] = {}
-        self.joined: queue.SimpleQueue = queue.SimpleQueue()  # hosts and their connections
-        self.refused: set[str] = set()  # addresses
-        self.free = threading.BoundedSemaphore(64)  # connections at a time
-        for port in (*cluster.ports, 0):
-            with contextlib.suppress(OSError):  # `examine` says that it is taken
-                address = cluster.addresses.get(self.host, "0.0.0.0")
-                server = socket.create_server((address, port), backlog=128)
-                self.open[server.getsockname()[1]] = server
-                threading.Thread(target=self._accept, args=[server], daemon=True).start()
-
-    def close(self, port: int) -> None:
-        """Leave a port to others."""
-        if server := self.open.get(port):
-            server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-            server.close()
-
-    def _accept(self, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                sock, address = server.accept()
-                if self.free.acquire(blocking=False):
-                    threading.Thread(target=self._answer, args=[sock, address], daemon=True).start()
-                else:
-                    sock.close()
-
-    def _answer(self, sock: socket.socket, address: tuple[str, int]) -> None:
-        try:
-            send(sock, {"nonce": (nonce := secrets.token_hex(16))})
-            request = receive(sock, ANSWER_SECONDS)
-            ask, host = request.get("ask"), request.get("host")
-            if not hmac.compare_digest(ascii(request.get("proof")), ascii(sign(nonce, ask, host))):
-                raise ConnectionError("a stranger")
-            send(sock, {"host": self.host})
-            if ask == "join":
-                return self.joined.put((host, sock))
+    def do_POST(self) -> None:
+        team, here = self.team, self.team.cluster.here
+        body = self.rfile.read(min(int(self.headers["Content-Length"]), LONGEST)).decode()
+        if hmac.compare_digest(ascii(self.headers["Proof"]), ascii(sign("ask", here, body))):
+            nonce, ask, host, number, part = json.loads(body)
+            self.send_response(200)
+            self.send_header("Proof", sign("answer", here, nonce))
+            self.end_headers()
+            if ask == "exchange":
+                team.given[number][host] = part
+                while len(team.exchanged) <= number:
+                    time.sleep(0.02)
+                self.wfile.write(json.dumps(team.exchanged[number]).encode())
+                team.answered[number].add(host)
             zeros, end = bytes(1 << 20), time.monotonic() + STREAM_SECONDS
             while ask == "bytes" and time.monotonic() < end:
-                sock.sendall(zeros)
-        except (OSError, RecursionError):
-            if address[0] not in self.refused:
-                self.refused.add(address[0])
-                print(f"preflight: {address[0]} connected, but is not of this job", flush=True)
-        finally:
-            self.free.release()
-        sock.close()
+                self.wfile.write(zeros)
+        else:
+            self.send_error(403)
+
+    def log_error(self, *_: object) -> None:
+        address = self.client_address[0]
+        if address not in self.refused:
+            self.refused.add(address)
+            print(f"preflight: {address} connected, but is not of this job", flush=True)
+
+    def log_request(self, *_: object) -> None:
+        """Say nothing."""
 
 
-def connect(
-    cluster: Cluster, host: str, ports: list[int], ask: str, seconds: float
-) -> socket.socket:
-    """Return a connection with the first of the ports that answers, within so many seconds.
+class Server(socketserver.ThreadingTCPServer):
+    """Listens at a port."""
 
-    Raises ConnectionError, which says why none does and what to change.
+    allow_reuse_address, request_queue_size, daemon_threads = True, 128, True
+
+    def handle_error(self, *_: object) -> None:
+        """Say nothing of who hangs up: what is missing is said elsewhere."""
+
+
+def ask(
+    cluster: Cluster, host: str, port: int, what: str, seconds: float, *given: object
+) -> HTTPResponse:
+    """Return what a host answers at a port, if it does so within so many seconds.
+
+    Raises ConnectionError, which says why it does not, and what to change.
     """
-    start = time.monotonic()
+    start, nonce = time.monotonic(), secrets.token_hex(16)
+    body = json.dumps([nonce, what, cluster.here, *(given or (0, {}))])
     while True:
-        for port in ports:
-            limit, change, sock = seconds, SECURITY_GROUP, None
-            try:
-                sock = socket.create_connection((cluster.address(host), port), ANSWER_SECONDS)
-                change = "only this job's hosts may listen there"
-                nonce = receive(sock, ANSWER_SECONDS).get("nonce")
-                proof = sign(nonce, ask, cluster.here)
-                send(sock, {"ask": ask, "host": cluster.here, "proof": proof})
-                if receive(sock, ANSWER_SECONDS) == {"host": host}:
-                    return sock
-                error = "another host answers"
-            except socket.gaierror:
-                error = f"its name does not resolve within {RESOLVE_SECONDS} s"
-                limit, change = RESOLVE_SECONDS, "enable DNS resolution and hostnames in the VPC"
-            except OSError as reason:
-                error = reason.strerror or str(reason)
-            if sock:
-                sock.close()
+        limit, change = seconds, SECURITY_GROUP
+        connection = HTTPConnection(cluster.address(host), port, timeout=ANSWER_SECONDS)
+        try:
+            connection.connect()
+            change, sock = "only this job's hosts may listen there", connection.sock
+            connection.request("POST", "/", body, {"Proof": sign("ask", host, body)})
+            answer = connection.getresponse()
+            if answer.getheader("Proof") == sign("answer", host, nonce):
+                sock.settimeout(LIMIT_SECONDS if given else ANSWER_SECONDS)
+                return answer
+            error = "another program answers, or one with another HETERO_TOKEN"
+        except socket.gaierror:
+            error = f"its name does not resolve within {RESOLVE_SECONDS} s"
+            limit, change = RESOLVE_SECONDS, "enable DNS resolution and hostnames in the VPC"
+        except (OSError, HTTPException) as reason:
+            error = getattr(reason, "strerror", None) or str(reason)
+        connection.close()
         if stopped.is_set() or time.monotonic() - start > limit:
             raise ConnectionError(f"{error}: {change}")
         time.sleep(1)
@@ -317,45 +285,55 @@ def connect(
 class Team:
     """The hosts that are there. They exchange what they find, through the leader."""
 
-    def __init__(self, cluster: Cluster, ports: Ports):
-        self.cluster, self.others, deadline = cluster, {}, time.monotonic() + JOIN_SECONDS
-        if cluster.here != cluster.leader:
-            try:
-                self.upstream = connect(
-                    cluster, cluster.leader, cluster.ports, "join", JOIN_SECONDS
-                )
-            except ConnectionError as error:
-                here, leader = cluster.where(cluster.here), cluster.where(cluster.leader)
-                fail(f"On {here}: {leader} cannot be reached, {error}.")
-            return
-        while len(self.others) < len(cluster.groups) - 1:
-            with contextlib.suppress(queue.Empty):
-                host, sock = ports.joined.get(timeout=1)
-                self.others[host] = sock
-            if stopped.is_set() or time.monotonic() > deadline:
-                break
+    def __init__(self, cluster: Cluster):
+        self.cluster, self.hosts = cluster, {*cluster.groups}
+        self.given: dict[int, dict[str, dict]] = defaultdict(dict)  # exchange -> host -> its part
+        self.answered: dict[int, set[str]] = defaultdict(set)  # exchange -> hosts
+        self.exchanged: list[dict[str, dict]] = []  # the whole of each exchange
+        self.open: dict[int, Server] = {}  # the examples' ports, and one that the system gives
+        for port in (*cluster.ports, 0):
+            with contextlib.suppress(OSError):  # `examine` says that it is taken
+                address = cluster.addresses.get(cluster.here, "0.0.0.0"), port
+                server = Server(address, type("", (Answer,), {"team": self}))
+                self.open[server.server_address[1]] = server
+                threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
 
-    def exchange(self, mine: dict) -> dict[str, dict]:
+    def close(self, port: int) -> None:
+        """Leave a port to others."""
+        if server := self.open.get(port):
+            server.shutdown()
+            server.server_close()
+
+    def wait(self, hosts: Collection[str], seconds: float) -> None:
+        """Wait until all hosts are among these; not for long when the job ends."""
+        start = time.monotonic()
+        while self.hosts - {self.cluster.leader} - {*hosts}:
+            if time.monotonic() > start + (1 if stopped.is_set() else seconds):
+                break
+            time.sleep(0.02)
+
+    def exchange(self, mine: dict, seconds: float = CHECK_SECONDS) -> dict[str, dict]:
         """What each host gives here, by host; a host that gives nothing in time is left out."""
-        cluster = self.cluster
-        if cluster.here != cluster.leader:
+        cluster, number = self.cluster, len(self.exchanged)
+        given = self.given[number]
+        if cluster.here == cluster.leader:
+            given[cluster.here] = mine
+            self.wait(given, seconds)
+            self.hosts &= given.keys()
+            whole = {host: given[host] for host in cluster.groups if host in self.hosts}
+            self.exchanged.append(whole)
+            self.wait(self.answered[number], ANSWER_SECONDS)  # as this process may end now
+        else:
+            here, leader = cluster.where(cluster.here), cluster.where(cluster.leader)
             try:
-                send(self.upstream, mine)
-                return receive(self.upstream, LIMIT_SECONDS, LONGEST)
-            except OSError as error:
-                here, leader = cluster.where(cluster.here), cluster.where(cluster.leader)
-                fail(f"On {here}: {leader} was lost, {error}: see its log.")
-        given, deadline = {cluster.here: mine}, time.monotonic() + CHECK_SECONDS
-        for host, sock in list(self.others.items()):
-            try:
-                given[host] = receive(sock, deadline - time.monotonic(), LONGEST)
-            except OSError:
-                self.others.pop(host).close()
-        given = {host: given[host] for host in cluster.groups if host in given}
-        for sock in self.others.values():
-            with contextlib.suppress(OSError):  # the next exchange notices
-                send(sock, given)
-        return given
+                to = cluster.leader, cluster.ports[0], "exchange"
+                with ask(cluster, *to, JOIN_SECONDS, number, mine) as answer:
+                    self.exchanged.append(json.loads(answer.read()))
+            except (OSError, HTTPException) as error:
+                fail(f"On {here}: {leader} cannot be reached, {error}.")
+            except ValueError:  # of an answer without its end
+                fail(f"On {here}: {leader} was lost: see its log.")
+        return self.exchanged[number]
 
 
 # ------------------------------------------------------------------- what takes more than one host
@@ -366,10 +344,11 @@ def reach(cluster: Cluster, opened: dict[str, list[int]]) -> dict:
     targets = [(host, port) for host in opened if host != cluster.here for port in opened[host]]
 
     def try_one(target: tuple[str, int]) -> str:
+        host, port = target
         try:
-            connect(cluster, target[0], [target[1]], "hello", REACH_SECONDS).close()
+            ask(cluster, host, port, "hello", REACH_SECONDS).close()
         except ConnectionError as error:
-            return f"port {target[1]} of {cluster.where(target[0])} cannot be reached, {error}"
+            return f"port {port} of {cluster.where(host)} cannot be reached, {error}"
         return ""
 
     with ThreadPoolExecutor(max_workers=32) as pool:
@@ -378,13 +357,12 @@ def reach(cluster: Cluster, opened: dict[str, list[int]]) -> dict:
     return {"rows": {"ports reached": reached}, "failed": failed[:50]}
 
 
-def pull(cluster: Cluster, source: str, ports: list[int]) -> dict:
+def pull(cluster: Cluster, source: str, port: int) -> dict:
     """GB/s that come from `source` through one connection, as the examples' loader has."""
     label, buffer, count, start = f"data from {source}", bytearray(1 << 20), 0, time.monotonic()
     try:
-        with connect(cluster, source, ports, "bytes", REACH_SECONDS) as sock:
-            sock.settimeout(ANSWER_SECONDS)
-            while received := sock.recv_into(buffer):
+        with ask(cluster, source, port, "bytes", REACH_SECONDS) as answer:
+            while received := answer.readinto(buffer):
                 count += received
     except OSError as error:
         sentence = f"no data comes from {cluster.where(source)}, {error}"
@@ -393,27 +371,30 @@ def pull(cluster: Cluster, source: str, ports: list[int]) -> dict:
 
 
 def all_reduce(cluster: Cluster, facts: dict[str, dict]) -> dict:
-    """Sum a tensor over all training hosts, with a process for each GPU, by torchrun."""
+    """Sum a tensor over all training hosts, with a process for each GPU."""
     frameworks = [facts[host]["framework"] for host in cluster.training if host in facts]
-    if cluster.here not in cluster.training:
+    hosts = len(cluster.training)
+    if cluster.here not in cluster.training or len(frameworks) < hosts:
         return {}
     if not all(framework["name"].startswith("PyTorch") for framework in frameworks):
         return {"rows": {"all-reduce": "not checked: no PyTorch"}}
-    leads_there = cluster.ports[1] in facts[cluster.leader]["ports"]
-    if len(frameworks) < len(cluster.training) or not leads_there:
-        return {"rows": {"all-reduce": "not checked, see below"}}
-    backend = "nccl" if all(framework["gpus"] for framework in frameworks) else "gloo"
-    command = [sys.executable, "-m", "torch.distributed.run"]
-    command += ["--nnodes", str(len(cluster.training))]
-    command += ["--node-rank", str(cluster.training.index(cluster.here))]
-    command += ["--nproc-per-node", str(facts[cluster.here]["framework"]["gpus"] or 1)]
-    command += ["--master-addr", cluster.address(cluster.leader)]
-    command += ["--master-port", str(cluster.ports[1]), __file__, "rank", backend]
+    gpus = min(framework["gpus"] for framework in frameworks)
+    backend, each = "nccl" if gpus else "gloo", gpus or 1
     interfaces = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    ended_well, output = run(command, **dict.fromkeys(interfaces, cluster.interface))
+    environment = dict.fromkeys(interfaces, cluster.interface)
+    environment |= {"MASTER_ADDR": cluster.address(cluster.leader), "WORLD_SIZE": str(each * hosts)}
+    environment |= {"MASTER_PORT": str(cluster.ports[1])}
+
+    def rank(local: int) -> tuple[bool, str]:
+        number = each * cluster.training.index(cluster.here) + local
+        own = {"RANK": str(number), "LOCAL_RANK": str(local)}
+        return run([sys.executable, __file__, "rank", backend], **environment, **own)
+
+    with ThreadPoolExecutor(each) as pool:
+        ended_well, output = min(pool.map(rank, range(each)))  # False is less than True
     if ended_well:
         return {"rows": {"all-reduce": output}}
-    change = SECURITY_GROUP if len(cluster.training) > 1 else "take another image"
+    change = SECURITY_GROUP if hosts > 1 else "take another image"
     sentence = f"the all-reduce ({backend}) failed, {output}: {change}"
     return {"rows": {"all-reduce": "FAILED"}, "failed": [sentence]}
 
@@ -434,9 +415,8 @@ def run_rank(backend: str) -> None:
         seconds.append(time.monotonic() - start)
         if not (tensor == ranks).all():
             raise ArithmeticError(f"{ranks} ones make {tensor.min()} to {tensor.max()}")
-    speed = tensor.nbytes / min(seconds) / 1e9 if ranks > 1 else 0
-    found = f"{backend}, {ranks} ranks, {speed:.2f} GB/s" if speed else f"{backend}, alone: works"
-    print(RESULT + found)
+    speed = f"{tensor.nbytes / min(seconds) / 1e9:.2f} GB/s"
+    print(RESULT + backend + (f", {ranks} ranks, {speed}" if ranks > 1 else ", alone: works"))
     dist.destroy_process_group()
 
 
@@ -468,27 +448,25 @@ def main() -> None:
         )
     print(f"host={cluster.here} group={cluster.groups[cluster.here]}", flush=True)
 
-    ports = Ports(cluster)
-    mine = examine(cluster, list(ports.open))
-    team = Team(cluster, ports)
-    facts = team.exchange(mine)
+    team = Team(cluster)
+    facts = team.exchange(examine(cluster, list(team.open)), JOIN_SECONDS)
     opened = {host: facts[host]["ports"] for host in facts}
-    checks = [facts, team.exchange(reach(cluster, opened))]
-    ports.close(cluster.ports[1])  # for the all-reduce
-    for source in [host for host in checks[-1] if host not in cluster.training]:
+    reached = team.exchange(reach(cluster, opened))
+    team.close(cluster.ports[1])  # for the all-reduce
+    for source in [host for host in reached if host not in cluster.training]:
         for host in cluster.training:
             # From the port that the system gave, as tf.data.service's batches come from such ones.
-            mine = pull(cluster, source, opened[source][-1:]) if cluster.here == host else {}
-            checks.append(team.exchange(mine))
-    checks.append(team.exchange(all_reduce(cluster, facts)))
+            is_here = cluster.here == host
+            team.exchange(pull(cluster, source, opened[source][-1]) if is_here else {})
+    last = team.exchange(all_reduce(cluster, facts))
 
     rows: dict[str, dict[str, str]] = {}
     failed = [
         f"{cluster.where(host)} did not report, or has ended: see its log; {SECURITY_GROUP}"
         for host in cluster.groups
-        if host not in checks[-1]
+        if host not in last
     ]
-    for host, result in (item for check in checks for item in check.items()):
+    for host, result in (item for check in team.exchanged for item in check.items()):
         for label, cell in result.get("rows", {}).items():
             rows.setdefault(label, {})[host] = cell
         failed += [f"On {cluster.where(host)}: {what}" for what in result.get("failed", [])]

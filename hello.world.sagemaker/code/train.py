@@ -1,8 +1,8 @@
-"""Prints where this host stands in its heterogeneous cluster, read in two ways that must agree.
+"""Print what this host knows about its heterogeneous cluster, read in two ways that must agree.
 
-SageMaker starts this script on every host of every instance group.  The first way is the toolkit
-inside AWS's framework containers, `sagemaker_training`; the second reads the same facts from
-/opt/ml/input/config/resourceconfig.json with nothing but Python, which works in any container.
+SageMaker starts this script on every host of every instance group. The first way is the toolkit in
+AWS's framework containers, `sagemaker_training`. The second reads the same facts from
+/opt/ml/input/config/resourceconfig.json. It needs only Python, so it works in any container.
 """
 
 import json
@@ -14,10 +14,10 @@ from pathlib import Path
 
 try:
     from sagemaker_training import environment as toolkit
-except ImportError:  # an image of your own need not have it
+except ImportError:  # your own image may not have it
     toolkit = None
 
-DISTRIBUTED = (  # what SDK v2 knows to set up, in the hyperparameters' names
+DISTRIBUTED = (  # what SDK v2 can set up, as its hyperparameters name it
     "mpi",
     "parameter_server",
     "distributed_dataparallel",
@@ -30,7 +30,7 @@ CONFIG = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml")) / "input" / "conf
 
 
 def read_by_hand() -> dict:
-    """Everything that the toolkit says about the cluster, under the toolkit's names.
+    """Return all that the toolkit says about the cluster, under the toolkit's names.
 
     Source: "How Amazon SageMaker AI Provides Training Information", SageMaker developer guide.
     """
@@ -41,7 +41,7 @@ def read_by_hand() -> dict:
     groups = {group["instance_group_name"]: group for group in config["instance_groups"]}
     group = config["current_group_name"]
 
-    # SDK v2's `distribution=` leaves these hyperparameters; without it there are none.
+    # SDK v2's `distribution=` sets these hyperparameters; without it they are absent.
     distributed = any(hyperparameters.get(f"sagemaker_{n}_enabled") == "true" for n in DISTRIBUTED)
     chosen = hyperparameters.get("sagemaker_distribution_instance_groups")
     distribution_groups = json.loads(chosen) if chosen else [group] if distributed else []
@@ -71,7 +71,7 @@ def read_by_hand() -> dict:
 
 
 def count_gpus() -> int:
-    """GPUs that nvidia-smi lists; 0 without it."""
+    """Return how many GPUs nvidia-smi lists; 0 if there is no nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return 0
     listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
@@ -80,7 +80,7 @@ def count_gpus() -> int:
 
 
 def count_neurons(instance_type: str) -> int:
-    """Neuron cores of AWS Trainium devices that neuron-ls lists; 0 without it."""
+    """Return how many Neuron cores (AWS Trainium) neuron-ls lists; 0 if there is no neuron-ls."""
     if "trn2.48xlarge" in instance_type:
         return 64
     if not shutil.which("neuron-ls"):
@@ -91,7 +91,7 @@ def count_neurons(instance_type: str) -> int:
 
 
 def main() -> None:
-    """Print this host's facts, and fail when the two ways differ."""
+    """Print what this host knows, and fail if the two ways differ."""
     by_hand = read_by_hand()
     host, group = by_hand["current_host"], by_hand["current_instance_group"]
     print(f"Hello! host={host} group={group} instance_type={by_hand['current_instance_type']}")
@@ -105,7 +105,7 @@ def main() -> None:
         if differ:
             raise SystemExit(f"The toolkit and resourceconfig.json differ in {differ}.")
         print(f"Read by the toolkit and by hand: {len(by_toolkit)} facts, all equal.")
-        # Older images have older toolkits: `topology`, for one, came with 5.1.0.
+        # Older images have older toolkits: `topology`, for example, was added in 5.1.0.
         if unknown := [name for name in by_hand if name not in by_toolkit]:
             print(f"This image's toolkit does not know: {', '.join(unknown)}.")
 
@@ -116,7 +116,7 @@ def main() -> None:
                 print(f"group {member['instance_group_name']}: {count} x {kind}")
         elif name not in ("num_cpus", "topology"):
             print(f"{name}: {value}")
-    print(f"host={host} ends")  # says, to who reads the log, that it is complete
+    print(f"host={host} ends")  # shows a reader that the log is complete
 
 
 if __name__ == "__main__":

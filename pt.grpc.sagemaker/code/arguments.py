@@ -1,6 +1,6 @@
-"""The job's hyperparameters: declared here, read by launcher.py and train_dnn.py.
+"""The job's hyperparameters, which launcher.py and train_dnn.py read.
 
-Standard library only, as the launcher imports it.
+This file uses only the standard library, because the launcher imports it.
 """
 
 import argparse
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return what reads a whole number between limits."""
+    """Return a function that reads a whole number and checks its limits."""
 
     def read(text: str) -> int:
         number = int(text) if text.lstrip("-").isdecimal() else None
@@ -21,22 +21,22 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def parser(fail: Callable[[str], None]) -> argparse.ArgumentParser:
-    """Return a parser of the hyperparameters, which calls `fail` with a sentence on wrong ones."""
+    """Return the hyperparameters' parser. For a wrong value it calls `fail` with a sentence."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.error = fail
     add = parser.add_argument
     add("--data-mode", choices=["local", "service", "synthetic"], help="where samples come from")
-    add("--processes-per-host", type=whole(1), help="ranks on each dnn host; default: its GPUs")
+    add("--processes-per-host", type=whole(1), help="ranks on each dnn host; default: one per GPU")
     add("--parallelism", choices=["ddp", "fsdp"], default="ddp", help="how ranks share the model")
-    add("--model", default="mnist", help="mnist: the official example's; small: for CPUs")
-    add("--augment", type=whole(0), default=0, help="how finely it is computed; 0: none")
+    add("--model", default="mnist", help="mnist: as in PyTorch's example; small: for CPUs")
+    add("--augment", type=whole(0), default=0, help="fineness of the augmentation; 0: none")
     add("--batch-size", type=whole(1), default=128, help="samples per rank and step")
     add("--epochs", type=whole(1), default=1)
-    add("--max-steps", type=whole(0), default=0, help="stop after so many; 0: no limit")
+    add("--max-steps", type=whole(0), default=0, help="stop after this many; 0: no limit")
     add("--lr", type=float, default=0.001, help="learning rate of Adam")
     add("--seed", type=whole(0, 2**32 - 1), default=0)
-    add("--workers", type=whole(0), default=0, help="of a rank's DataLoader; 0: chosen for it")
-    add("--spare-cores", type=whole(0), help="of a dnn host, for data; default: as in hetero.run")
+    add("--workers", type=whole(0), default=0, help="DataLoader workers per rank; 0: automatic")
+    add("--spare-cores", type=whole(0), help="cores per dnn host for data; default: see hetero.run")
     add("--log-every", type=whole(1), default=10, help="steps between two log lines")
     add("--checkpoint-every", type=whole(1), default=100, help="steps between two checkpoints")
     return parser

@@ -1,7 +1,7 @@
-"""MNIST-format images, and the augmentation that makes preparing them worth a machine of its own.
+"""MNIST-format images, with an augmentation that is worth a machine of its own.
 
-The files are those of http://yann.lecun.com/exdb/mnist/, a format that Fashion-MNIST and others
-share: a big-endian header (magic number, one 32-bit size per dimension), then a byte per value.
+The files have the format of http://yann.lecun.com/exdb/mnist/, which Fashion-MNIST and others use
+too: a big-endian header (magic number, one 32-bit size per dimension), then a byte per value.
 Random numbers come from torch's global generator, which the loader seeds for every sample.
 """
 
@@ -26,9 +26,9 @@ ELASTIC_RMS = 0.5  # its mean displacement along each axis, in pixels
 class MnistDataset(Dataset):
     """Pairs of (image, label): a float32 tensor (1, 28, 28), normalised, and an int from 0 to 9.
 
-    `augment` is 0 for the images as they are, or else the supersampling factor of the augmentation:
-    distortions are computed on a grid of (28 * augment)² points, so CPU time grows with its square.
-    Raises FileNotFoundError or ValueError when the files in `folder` are missing or damaged.
+    If `augment` is 0, the images stay as they are. Otherwise it is the supersampling factor of the
+    augmentation, which is computed on a grid of (28 * augment)² points: CPU time grows with its
+    square. Raises FileNotFoundError or ValueError if files in `folder` are missing or damaged.
     """
 
     def __init__(self, folder: str | Path, train: bool = True, augment: int = 0):
@@ -62,10 +62,10 @@ class MnistDataset(Dataset):
 
 
 def distort(image: torch.Tensor, factor: int, smoothing: torch.Tensor) -> torch.Tensor:
-    """Return a random variation of `image` (1, 28, 28): another hand, another pen, another lens.
+    """Return a random variation of `image` (1, 28, 28), as if by another hand, pen and lens.
 
-    The image is resampled on a grid `factor` times finer, through a random affine map plus a random
-    smooth displacement (`smoothing`: gaussian_rows of the finer grid), then blurred back to 28x28.
+    It resamples the image on a grid `factor` times finer, through a random affine map and a random
+    smooth displacement (`smoothing`: gaussian_rows of the finer grid), and blurs it back to 28x28.
     """
     side = SIDE * factor
     angle, shear, x_scale, y_scale, x_shift, y_shift, blur = (2 * torch.rand(7) - 1).tolist()
@@ -79,8 +79,8 @@ def distort(image: torch.Tensor, factor: int, smoothing: torch.Tensor) -> torch.
     )
     grid = F.affine_grid(affine.unsqueeze(0), [1, 1, side, side], align_corners=False)
 
-    # Smoothing divides the standard deviation of white noise by 2 sqrt(pi) sigma; undo that, and go
-    # from pixels to grid_sample's units, in which the image spans -1 to 1.
+    # Smoothing divides the standard deviation of white noise by 2 sqrt(pi) sigma: undo that. Then
+    # convert pixels to the units of grid_sample, in which the image spans -1 to 1.
     noise = smoothing @ torch.randn(2, side, side) @ smoothing.T
     displacement = noise * (2 * math.sqrt(math.pi) * ELASTIC_SIGMA * factor) * ELASTIC_RMS
     grid = grid + displacement.permute(1, 2, 0) * (2 / SIDE)
@@ -94,7 +94,7 @@ def gaussian_rows(outputs: int, inputs: int, sigma: float) -> torch.Tensor:
     """Return the matrix (outputs, inputs) whose product with an axis blurs and resamples it.
 
     Row i is a Gaussian of width `sigma` (in input pixels) around the place of output pixel i, and
-    sums to 1.  A blur as wide as ours costs less as a matrix product than as a convolution.
+    sums to 1. A blur as wide as ours is cheaper as a matrix product than as a convolution.
     """
     centres = (torch.arange(outputs) + 0.5) * inputs / outputs
     positions = torch.arange(inputs) + 0.5
@@ -104,7 +104,7 @@ def gaussian_rows(outputs: int, inputs: int, sigma: float) -> torch.Tensor:
 def read_idx(folder: Path, name: str, dimensions: int) -> torch.Tensor:
     """Read the uint8 tensor in the IDX file `name`, or `name`.gz, of `folder`.
 
-    Raises FileNotFoundError when there is neither, ValueError when the file is damaged.
+    Raises FileNotFoundError if there is neither, and ValueError if the file is damaged.
     """
     plain, packed = folder / name, folder / f"{name}.gz"
     path = plain if plain.is_file() else packed
@@ -126,7 +126,7 @@ def read_idx(folder: Path, name: str, dimensions: int) -> torch.Tensor:
 
 
 class SyntheticLoader:
-    """One random batch, `length` times: what the real loaders do, at no cost, for measuring."""
+    """Yields one random batch `length` times: a loader that costs nothing, to measure against."""
 
     def __init__(self, batch_size: int, length: int, pin_memory: bool = False):
         images = torch.randn(batch_size, 1, SIDE, SIDE)
@@ -142,10 +142,10 @@ class SyntheticLoader:
 
 
 def milliseconds_per_sample(dataset: Dataset, samples: int = 128) -> float:
-    """Measure the CPU time of one sample of `dataset`, collated into a batch, on one core.
+    """Measure the milliseconds of CPU time on one core for a sample, collated into a batch.
 
-    CPU time, so that neighbours on the core don't count. The process's random numbers and thread
-    count are left as they were.
+    CPU time excludes what other processes do on the core. The process keeps the state of its random
+    numbers and its number of threads.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

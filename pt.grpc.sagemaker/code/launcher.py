@@ -1,12 +1,12 @@
-"""The job's entry point on every host: says what each instance group runs.
+"""The job's entry point on every host. It says what each instance group runs.
 
     SourceCode(
         source_dir="code", requirements="requirements.txt", command="exec python launcher.py"
     )
 
-`exec` makes this process PID 1 of the container, the one that SageMaker sends SIGTERM to. Hosts of
-dnn_group train, one rank for each GPU; hosts of data_group serve data, and so do the cores that the
-ranks leave. In a homogeneous job there are only ranks, which prepare their data themselves.
+`exec` makes this process PID 1 of the container, the one that SageMaker sends SIGTERM to. The hosts
+of dnn_group train, with one rank for each GPU. The hosts of data_group serve data, and so do the
+cores that the ranks do not need. A homogeneous job has only ranks, which prepare their own data.
 """
 
 import sys
@@ -14,7 +14,7 @@ import sys
 import arguments
 import hetero
 
-# SDK v2 gives them as arguments, too, but splits values at spaces.
+# SDK v2 also passes them as arguments, but it splits values at spaces.
 words = hetero.hyperparameters() or sys.argv[1:]
 args = arguments.parser(fail=hetero.fail).parse_args(words)
 checkpoints = ["--checkpoint-dir", str(hetero.BASE_DIR / "checkpoints")]

@@ -1,4 +1,4 @@
-"""Two classifiers of 28x28 images: the one everybody knows, and one that suits a CPU's budget."""
+"""Two classifiers of 28x28 images: the one that everybody knows, and one for CPUs."""
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +30,10 @@ class MnistNet(nn.Module):
 
 
 class SmallNet(nn.Module):
-    """The same idea with an earlier pooling: half of MnistNet's time per step on a CPU.
+    """The same idea with earlier pooling: on a CPU a step takes half as long as with MnistNet.
 
-    The widths make one training step cost a core about as much per sample as `--augment 4` costs
-    another core: then two machines can share the work well, even when both are small.
+    With these widths a core takes about as long to train on a sample as another core takes to
+    prepare it with `--augment 4`. So two machines can share the work well, even if both are small.
     """
 
     def __init__(self):
@@ -53,7 +53,7 @@ MODELS = {"mnist": MnistNet, "small": SmallNet}
 
 
 def build(name: str) -> nn.Module:
-    """Return a new model by its name; raises ValueError when there is none of that name."""
+    """Return a new model of that name. Raises ValueError if there is none."""
     if name not in MODELS:
         raise ValueError(f"There is no model {name!r}: choose one of {', '.join(MODELS)}.")
     return MODELS[name]()

@@ -3,10 +3,11 @@
     control = join_ranks(device, "fsdp")
     model = share_model(model, "fsdp", device)
 
-With "ddp" every rank has all of the model: each step all-reduces the gradients. With "fsdp" every
-rank keeps its part of each parameter, of its gradient and of the optimizer's state; a layer is
-whole only while it is computed. Both train the same model, and can continue each other's training:
-a checkpoint has the whole state. A single process joins nobody: it calls the same functions.
+With "ddp" every rank has the whole model, and each step all-reduces the gradients. With "fsdp"
+every rank keeps its part of each parameter, of its gradient and of the optimizer's state. It
+gathers a whole layer only while it computes it. Both train the same model, and each can continue
+from the other's checkpoint, which has the whole state. A single process does not join any ranks,
+but it calls the other functions all the same.
 """
 
 import sys
@@ -30,16 +31,16 @@ try:
 except ImportError:
     fully_shard = None  # an older PyTorch
 
-# After this time the other ranks give up on one that hangs. A checkpoint takes less, and so does
-# the loader, which gives up on a batch after two attempts of 300 s.
+# After this time the other ranks give up on a rank that hangs. A checkpoint takes less time, and so
+# does the loader, which gives up on a batch after two attempts of 300 s.
 TIMEOUT = timedelta(minutes=15)
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0, {} on the others
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0; {} on the others
 
 
 def join_ranks(device: torch.device, parallelism: str) -> dist.ProcessGroup:
     """Connect the ranks for training.
 
-    Returns a second group, over gloo, for the few words that ranks exchange on CPUs.
+    Returns a second group, with gloo, for the short messages that ranks exchange on CPUs.
     """
     if parallelism == "fsdp" and fully_shard is None:
         sys.exit(
@@ -53,9 +54,9 @@ def join_ranks(device: torch.device, parallelism: str) -> dist.ProcessGroup:
 
 
 def leave_ranks(control: dist.ProcessGroup | None) -> None:
-    """Part with the other ranks, when all have come so far.
+    """Leave the other ranks, once all of them have come this far.
 
-    Rank 0 has the store by which they find each other, so it must not be the first to go.
+    The ranks find each other through a store on rank 0, so rank 0 must not leave first.
     """
     if control is not None:
         dist.barrier(control)
@@ -63,7 +64,7 @@ def leave_ranks(control: dist.ProcessGroup | None) -> None:
 
 
 def gloo_averages() -> bool:
-    """Try out what fully_shard does with gradients, which gloo has not always averaged.
+    """Return whether gloo averages gradients, as fully_shard needs it.
 
     In older versions of PyTorch it adds them up: github.com/pytorch/pytorch/issues/162338.
     """
@@ -77,15 +78,15 @@ def gloo_averages() -> bool:
 
 
 def share_model(model: nn.Module, parallelism: str, device: torch.device) -> nn.Module:
-    """Return the model to train on `device`; make the optimizer afterwards, of its parameters.
+    """Return the model to train on `device`. Create the optimizer afterwards, from its parameters.
 
-    All ranks must bring the same weights.
+    The weights must be the same on all ranks.
     """
     if not dist.is_initialized():
         return model.to(device)
     if parallelism == "ddp":
         return DistributedDataParallel(model.to(device))
-    # A layer is what is gathered in one go. Those of a larger model are its blocks; fully_shard
+    # A layer is what FSDP gathers at once. In a larger model the layers are its blocks. fully_shard
     # moves one after the other to the device, which never has to hold all of them.
     for layer in model.children():
         if next(layer.parameters(), None) is not None:
@@ -94,27 +95,27 @@ def share_model(model: nn.Module, parallelism: str, device: torch.device) -> nn.
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return on rank 0 the weights as the plain model has them. All ranks must call this."""
+    """Return the weights of the plain model on rank 0. All ranks must call this."""
     return get_model_state_dict(model, options=WHOLE)
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return on rank 0 what `load_state` continues from. All ranks must call this."""
+    """Return on rank 0 the state that `load_state` restores. All ranks must call this."""
     moments = get_optimizer_state_dict(model, optimizer, options=WHOLE)
     return {"model": whole_weights(model), "optimizer": moments}
 
 
 def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Continue on all ranks from rank 0's state, whatever number of ranks saved it, and how."""
+    """Restore rank 0's state on all ranks, however many ranks saved it, and with ddp or fsdp."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
     set_model_state_dict(model, state.get("model", {}), options=options)
     set_optimizer_state_dict(model, optimizer, state.get("optimizer", {}), options=options)
 
 
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer, parallelism: str) -> str:
-    """Say what this rank keeps between two steps; call it after a step. Rank 0 has most.
+    """Say how much this rank keeps between two steps. Call it after a step. Rank 0 keeps the most.
 
-    State is parameters, their gradients, and what the optimizer keeps: of Adam, two moments.
+    The state is the parameters, their gradients, and what the optimizer keeps (Adam: two moments).
     """
     parameters = [local(parameter) for parameter in model.parameters()]
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
@@ -127,7 +128,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer, parallelism: st
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that ranks share, or else all of it."""
+    """Return this rank's part of a tensor that is shared by the ranks, or the whole tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

@@ -1,11 +1,10 @@
 """Train an image classifier on MNIST-format data, with samples prepared here or on other machines.
 
-`--data-mode` says where samples come from: `local` prepares them on this host's own cores,
-`service` on the data hosts that HETERO_DATA_HOSTS names, `synthetic` repeats one batch, which shows
-how fast training could be. The first two give the same batches, so they train the same model, bit
-for bit.
+`--data-mode` says where the samples come from. `local` prepares them on this host's own cores, and
+`service` on the data hosts that HETERO_DATA_HOSTS names. Both give the same batches, so they train
+the same model, bit for bit. `synthetic` repeats one batch: it shows how fast training could be.
 
-Run it as it is, or on several GPUs with `torchrun --nproc-per-node=N train_dnn.py ...`.
+Run it on its own, or on several GPUs with `torchrun --nproc-per-node=N train_dnn.py ...`.
 """
 
 import argparse
@@ -21,8 +20,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Data workers share the cores with training threads, so these must sleep while they wait for each
-# other: by default they spin, which makes steps several times slower. Read when torch is imported.
+# Data workers share the cores with training threads, so these threads must sleep while they wait
+# for each other. By default they spin, which makes steps several times slower. torch reads this
+# variable when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -38,7 +38,7 @@ from model import build
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line; what doesn't fit together ends the program with a sentence."""
+    """Read the command line. End the program with a sentence if its options do not fit together."""
     parser = arguments.parser(fail=lambda message: sys.exit(f"train_dnn.py: error: {message}"))
     add = parser.add_argument
     env = os.environ.get
@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
         os.environ.pop("HETERO_DATA_HOSTS", None)
     if args.data_mode == "synthetic" and not args.max_steps:
         parser.error("--data-mode synthetic has no end of its own: say how many --max-steps")
-    if args.data_mode == "synthetic":  # each run is one epoch, a resumed run too
+    if args.data_mode == "synthetic":  # each run is one epoch, even if it is resumed
         args.epochs = args.max_steps
     return args
 
@@ -66,14 +66,14 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Train, and save the model."""
     args = parse_arguments()
-    # launcher.py or torchrun sets RANK and WORLD_SIZE; without them there is one rank.
+    # launcher.py or torchrun sets RANK and WORLD_SIZE. Without them there is one rank.
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = set_up(args.seed)
     model, dataset, test_set = load(args, device)
     control = parallel.join_ranks(device, args.parallelism) if world_size > 1 else None
     model = parallel.share_model(model, args.parallelism, device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    # From here on SIGTERM ends the current step, saves a checkpoint, and only then ends the run.
+    # From here on, SIGTERM lets the current step end and saves a checkpoint before the run ends.
     stop_requested, stopping = threading.Event(), False
     signal.signal(signal.SIGTERM, lambda *_: stop_requested.set())
     checkpoint = Checkpoint(args.checkpoint_dir, model, optimizer, control)
@@ -85,7 +85,7 @@ def main() -> None:
     while at.epoch < args.epochs and at.step < last_step and not stopping:
         loader = build_loader(args, dataset, at, device)
         for images, labels in log.waited_for(loader):
-            # Dropout depends on seed, step and rank only, so that a resumed run repeats it.
+            # Dropout depends only on seed, step and rank, so a resumed run repeats it.
             torch.manual_seed((args.seed * 1_000_003 + at.step) * world_size + rank)
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
@@ -126,11 +126,11 @@ class Progress:
 
     step: int = 0
     epoch: int = 0
-    samples_done: int = 0  # of the epoch, by all ranks
+    samples_done: int = 0  # in this epoch, by all ranks
 
 
 class Checkpoint:
-    """The file from which a later run goes on, on any number of ranks; without a folder, none."""
+    """The file from which any number of ranks can continue; without a folder there is none."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Checkpoint:
         self.is_mine = control is None or dist.get_rank() == 0
 
     def load(self) -> Progress:
-        """Continue all ranks from the file, which only rank 0 needs to have."""
+        """Restore all ranks from the file. Only rank 0 needs to have it."""
         saved = None
         if self.is_mine and self.path and self.path.exists():
             saved = torch.load(self.path, map_location="cpu", weights_only=True)
@@ -158,7 +158,7 @@ class Checkpoint:
         return Progress(**saved)
 
     def save(self, at: Progress) -> None:
-        """Write the file; all ranks must call this."""
+        """Write the file. All ranks must call this."""
         if self.path:
             state = parallel.whole_state(self.model, self.optimizer)
             if self.is_mine:
@@ -168,10 +168,10 @@ class Checkpoint:
 def batches_left(
     dataset: Dataset, at: Progress, batch_size: int, seed: int
 ) -> tuple[list[list[int]], int]:
-    """Return this rank's batches that are left of the epoch, and the first one's number in it."""
+    """Return the rank's remaining batches of this epoch, and the number of the first of them."""
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     first, rest = divmod(at.samples_done, ranks * batch_size)
-    if rest:  # begun with batches of other sizes: what all ranks have left is shared out anew
+    if rest:  # begun with other batch sizes: divide what is left among all ranks again
         everyones = DistributedSampler(dataset, 1, 0, seed=seed)
         everyones.set_epoch(at.epoch)
         left = list(everyones)[at.samples_done :]
@@ -183,14 +183,14 @@ def batches_left(
 
 
 def cores_of_this_rank() -> int:
-    """How many of the host's cores are for this rank."""
+    """Return how many of the host's cores this rank may use."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def set_up(seed: int) -> torch.device:
-    """Make this process ready; return its GPU, or else the CPU, with threads for its cores."""
-    # The job's log shows each line at once, and whole. Under `python -u`, as torchrun starts ranks,
-    # a line's end is written by itself, and lines of several ranks mix.
+    """Prepare this process, with a thread for each of its cores; return its GPU, or the CPU."""
+    # So that the job's log shows each line at once and in one piece. torchrun starts ranks with
+    # `python -u`, which writes the end of a line separately, and then the lines of ranks mix.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
     check_gpus()
     torch.set_num_threads(cores_of_this_rank())
@@ -205,12 +205,12 @@ def set_up(seed: int) -> torch.device:
 
 
 def check_gpus() -> None:
-    """End the program if torch misses GPUs of the host: a CPU would train at their price.
+    """End the program if torch does not see all GPUs of the host.
 
-    SageMaker counts the host's GPUs in SM_NUM_GPUS.
+    Otherwise a CPU would train, at the price of the GPUs. SM_NUM_GPUS is SageMaker's count of them.
     """
     there = int(os.environ.get("SM_NUM_GPUS", "0"))
-    # Without is_available the count may be the driver's, of GPUs that CUDA cannot use.
+    # Without is_available, the driver may count GPUs that CUDA cannot use.
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if seen < there:
         ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
@@ -224,18 +224,18 @@ def check_gpus() -> None:
 
 
 def count_workers(args: argparse.Namespace, device: torch.device) -> int:
-    """How many DataLoader workers this rank has."""
+    """Return how many DataLoader workers this rank has."""
     cores = cores_of_this_rank()
-    if args.data_mode == "service":  # they only receive, one while the other hands over
+    if args.data_mode == "service":  # they only receive: one does while the other hands over
         return args.workers or 2
-    # Without a GPU, one on a single core would only take turns with the training.
+    # Without a GPU, a worker on a single core would only take turns with the training.
     return args.workers or (0 if cores == 1 and device.type == "cpu" else cores)
 
 
 def load(
     args: argparse.Namespace, device: torch.device
 ) -> tuple[torch.nn.Module, Dataset, Dataset | None]:
-    """Return the model, and the Datasets to train on and, if there is one, to test with."""
+    """Return the model, the Dataset to train on, and the Dataset to test with, if there is one."""
     try:
         model, dataset = build(args.model), build_dataset(args, device)
         return model, dataset, MnistDataset(args.test_dir, train=False) if args.test_dir else None
@@ -244,7 +244,7 @@ def load(
 
 
 def build_dataset(args: argparse.Namespace, device: torch.device) -> Dataset:
-    """Return the Dataset, whose samples are pairs: an image (1, 28, 28), and its label."""
+    """Return the Dataset. Its samples are pairs: an image (1, 28, 28) and its label."""
     if args.data_mode == "synthetic":
         return range(args.batch_size)
     dataset = MnistDataset(args.train_dir, augment=args.augment)
@@ -257,8 +257,8 @@ def build_dataset(args: argparse.Namespace, device: torch.device) -> Dataset:
 def build_loader(
     args: argparse.Namespace, dataset: Dataset, at: Progress, device: torch.device
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the loader of what is left of the epoch for this rank."""
-    pin_memory = device.type == "cuda"  # lets the copy to the GPU overlap with computing
+    """Return a loader of the batches that this rank has left in the epoch."""
+    pin_memory = device.type == "cuda"  # so that copies to the GPU overlap with computation
     if args.data_mode == "synthetic":
         return SyntheticLoader(args.batch_size, args.max_steps, pin_memory)
     batches, first = batches_left(dataset, at, args.batch_size, args.seed)
@@ -269,7 +269,7 @@ def build_loader(
         num_workers=count_workers(args, device),
         worker_init_fn=outlive_sigterm,
         pin_memory=pin_memory,
-        # Augmentation depends on seed and epoch only, so that a resumed run repeats it.
+        # Augmentation depends only on seed and epoch, so a resumed run repeats it.
         generator=torch.Generator().manual_seed(args.seed * 1_000_003 + at.epoch),
     )
 
@@ -277,17 +277,17 @@ def build_loader(
 def outlive_sigterm(worker_id: int) -> None:
     """Let a data worker serve until its rank ends.
 
-    SIGTERM is for the rank, which may need more batches until all ranks have stopped after the same
-    step; but torchrun sends it to the rank's whole process group.
+    SIGTERM is meant for the rank, but torchrun sends it to the rank's whole process group. The rank
+    may need more batches until all ranks have stopped after the same step.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def check_shared_memory(batch_bytes: int, workers: int) -> None:
-    """Raise OSError if /dev/shm cannot hold what a DataLoader's workers have ready in it.
+    """Raise OSError if /dev/shm is too small for the batches that DataLoader workers keep ready.
 
-    That is `prefetch_factor`, 2, batches for each worker, and the one that is trained on. The ranks
-    of a host share it.
+    These are 2 batches for each worker (`prefetch_factor`), and the batch that is trained on. The
+    ranks of a host share /dev/shm.
     """
     free = shutil.disk_usage("/dev/shm").free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     needed = batch_bytes * (2 * workers + 1)
@@ -300,7 +300,7 @@ def check_shared_memory(batch_bytes: int, workers: int) -> None:
 
 
 class StepLog:
-    """Measures the steps, and prints their means on rank 0, every so many steps."""
+    """Measures the steps. Rank 0 prints their means at regular intervals."""
 
     def __init__(self, every: int):
         self.every, self.prints = every, os.environ.get("RANK", "0") == "0"
@@ -315,7 +315,7 @@ class StepLog:
         self.loss: torch.Tensor | float = 0.0  # sum over the steps; stays on the GPU
 
     def waited_for(self, batches: Iterable) -> Iterator:
-        """Yield the batches, and measure how long each is waited for."""
+        """Yield the batches, and measure how long the training waits for each."""
         iterator = iter(batches)
         while True:
             start = time.perf_counter()
@@ -328,8 +328,8 @@ class StepLog:
     def add(self, at: Progress, samples: int, loss: torch.Tensor) -> None:
         """Count a step."""
         is_first, self.last_loss = self.last_loss is None, loss.detach()
-        if is_first:  # not measured, as it pays for start-up: connections, worker processes, CUDA
-            loss.item()  # kernels, the first batch's way through an empty pipeline; now it is done
+        if is_first:  # not measured, because it includes the start-up: connections, worker
+            loss.item()  # processes, CUDA kernels, the first batch; item() waits for its end
             return self.restart()
         self.steps += 1
         self.samples += samples
@@ -338,9 +338,9 @@ class StepLog:
             self.write(at)
 
     def write(self, at: Progress) -> None:
-        """Print the steps since the last line, if any, for people and regular expressions."""
+        """Print the means since the last line, for people and for regular expressions."""
         if self.steps and self.prints:
-            loss = float(self.loss) / self.steps  # waits for the GPU: so the time below is true
+            loss = float(self.loss) / self.steps  # waits for the GPU, so the time below is right
             seconds = time.perf_counter() - self.start
             print(
                 f"step={at.step} epoch={at.epoch + 1} loss={loss:.4f} "
@@ -359,17 +359,17 @@ class StepLog:
 
 
 def save(state: dict, path: Path) -> None:
-    """Write `state` to `path` in one go: a reader finds the old file or the new one, whole.
+    """Write `state` to `path` atomically: a reader finds the whole old file, or the whole new one.
 
     Raises:
-        OSError: it cannot be written, such as to a full disk.
+        OSError: it cannot be written, for example because the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     try:
         with open(partial, "wb") as file:
             torch.save(state, file)
-    except RuntimeError as error:  # with which torch hides why it cannot write
+    except RuntimeError as error:  # torch raises this, and hides why it cannot write
         if not isinstance(error.__context__, OSError):
             raise
         partial.unlink()  # SageMaker would copy it to S3
@@ -382,7 +382,7 @@ def save(state: dict, path: Path) -> None:
 
 @torch.no_grad()
 def evaluate(weights: dict, dataset: MnistDataset, name: str, device: torch.device) -> float:
-    """Return the share of the images that the plain model, without other ranks, gets right."""
+    """Return the fraction of the images that the model classifies correctly, on this rank alone."""
     model = build(name).to(device).eval()
     model.load_state_dict(weights)
     correct = 0

@@ -1,6 +1,5 @@
 """The life of one training job, as DescribeTrainingJob and CloudWatch tell it."""
 
-import errno
 import io
 import json
 import math
@@ -23,7 +22,6 @@ import boto3
 from botocore.exceptions import ClientError
 
 from . import cluster, supervisor
-from .delivery import Delivery
 
 LOG_GROUP = METRIC_NAMESPACE = "/aws/sagemaker/TrainingJobs"  # AWS uses one name for both
 SYNC_CHECKPOINTS_SECONDS = 2.0
@@ -50,8 +48,7 @@ class Job(threading.Thread):
     """Runs one job in the background and keeps `record`, moto's training job, up to date.
 
     `record` is what DescribeTrainingJob answers with; `request` is the CreateTrainingJob request;
-    `python` and `container` stand for the image, as `start` says. Log and metrics get to CloudWatch
-    so many seconds late.
+    `python` and `container` stand for the image, as `start` says.
     """
 
     def __init__(
@@ -62,8 +59,6 @@ class Job(threading.Thread):
         scale_vcpus: int,
         python: Path,
         container: list,
-        log_delay_seconds: float,
-        metric_delay_seconds: float,
     ):
         self.job_name = request["TrainingJobName"]
         super().__init__(name=f"local-sagemaker-{self.job_name}", daemon=True)
@@ -87,8 +82,6 @@ class Job(threading.Thread):
         self.s3 = boto3.client("s3", region_name=region)
         self.logs = boto3.client("logs", region_name=region)
         self.cloudwatch = boto3.client("cloudwatch", region_name=region)
-        self.log_delivery = Delivery(log_delay_seconds)
-        self.metric_delivery = Delivery(metric_delay_seconds)
         self.synced: dict[tuple[str, str], tuple] = {}
 
         self.number, self.lock = cluster.lock_job_number()
@@ -99,6 +92,7 @@ class Job(threading.Thread):
         self.supervisor = subprocess.Popen(
             [sys.executable, supervisor.__file__],
             stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,  # Ctrl-C in the kernel's terminal is not for the job
         )
@@ -122,8 +116,6 @@ class Job(threading.Thread):
             self.abandoned = True
             self.tell_supervisor("quit")
         self.join()
-        self.log_delivery.stop()
-        self.metric_delivery.stop()
 
     def tell_supervisor(self, line: str) -> None:
         """Send a line to the supervisor, unless it has ended: then this thread finds out."""
@@ -175,6 +167,7 @@ class Job(threading.Thread):
         finally:
             self.tell_supervisor("quit")
             self.supervisor.stdin.close()
+            self.supervisor.stderr.close()
             self.supervisor.wait()
             for host in self.hosts:
                 supervisor.kill_container(str(host.opt_ml))  # had the supervisor itself been killed
@@ -280,12 +273,8 @@ class Job(threading.Thread):
         """Pass the hosts' output and CPU use on to CloudWatch; return the job's end event."""
         started, streams = int(time.time()), {}
         for host in self.hosts:
-            streams[host.name] = f"{self.job_name}/{host.name}-{started}"
-            self.log_delivery.call(
-                self.logs.create_log_stream,
-                logGroupName=LOG_GROUP,
-                logStreamName=streams[host.name],
-            )
+            streams[host.name] = name = f"{self.job_name}/{host.name}-{started}"
+            self.logs.create_log_stream(logGroupName=LOG_GROUP, logStreamName=name)
         next_sync = time.monotonic() + SYNC_CHECKPOINTS_SECONDS
         for batch in self._event_batches():
             for host in self.hosts:
@@ -297,9 +286,8 @@ class Job(threading.Thread):
             if time.monotonic() > next_sync:
                 self._sync_checkpoints()
                 next_sync = time.monotonic() + SYNC_CHECKPOINTS_SECONDS
-        if self.supervisor.wait() == errno.ENOSPC:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
-        raise RuntimeError("the process that runs the hosts was killed")
+        why = self.supervisor.stderr.read().decode().splitlines() or ["it was killed"]
+        raise RuntimeError(f"the process that runs the hosts ended: {why[-1]}")
 
     def _event_batches(self) -> Iterator[list[dict]]:
         """The supervisor's events as they come, a few times a second, until it ends."""
@@ -316,18 +304,14 @@ class Job(threading.Thread):
                 if len(data) < MOST_READ:
                     time.sleep(0.2)
 
-    def _put_logs(self, stream: str, events: list[dict]) -> None:
+    def _put_logs(self, name: str, events: list[dict]) -> None:
         for start in range(0, len(events), 1000):  # AWS takes 10,000 events or 1 MB a call
             messages = [
                 {"timestamp": int(e["time"] * 1000), "message": e["log"] or " "}
                 for e in events[start : start + 1000]
             ]
-            self.log_delivery.call(
-                self.logs.put_log_events,
-                logGroupName=LOG_GROUP,
-                logStreamName=stream,
-                logEvents=messages,
-            )
+            stream = {"logGroupName": LOG_GROUP, "logStreamName": name}
+            self.logs.put_log_events(**stream, logEvents=messages)
 
     def _put_metrics(self, events: list[dict]) -> None:
         for event in events:
@@ -349,9 +333,7 @@ class Job(threading.Thread):
     def _put_metric(self, name: str, dimension: dict, seconds: float, value: float) -> None:
         when = datetime.fromtimestamp(seconds, timezone.utc)
         data = {"MetricName": name, "Dimensions": [dimension], "Timestamp": when, "Value": value}
-        self.metric_delivery.call(
-            self.cloudwatch.put_metric_data, Namespace=METRIC_NAMESPACE, MetricData=[data]
-        )
+        self.cloudwatch.put_metric_data(Namespace=METRIC_NAMESPACE, MetricData=[data])
 
     def _failure_reason(self, end: dict) -> str:
         # AWS doesn't document whose file counts: here it is the one of the host that failed first,

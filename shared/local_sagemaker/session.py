@@ -35,11 +35,7 @@ _active: "LocalSageMaker | None" = None
 
 
 class LocalSageMaker:
-    """What `start()` gives: `role` is the ARN of an execution role; `stop()` ends all of it.
-
-    CloudWatch has a job's log and metrics at once, unless `log_delay_seconds` or
-    `metric_delay_seconds` is set before the job starts: on AWS both are late.
-    """
+    """What `start()` gives: `role` is the ARN of an execution role; `stop()` ends all of it."""
 
     def __init__(
         self,
@@ -52,7 +48,6 @@ class LocalSageMaker:
         self.jobs: dict[str, Job] = {}
         self.started_again = 0
         self.role = ""
-        self.log_delay_seconds = self.metric_delay_seconds = 0.0
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> "LocalSageMaker":
@@ -124,8 +119,6 @@ class LocalSageMaker:
                 self.scale_vcpus,
                 python,
                 self.container,
-                self.log_delay_seconds,
-                self.metric_delay_seconds,
             )
         except BaseException:
             del backend.training_jobs[name]  # which moto has as Completed

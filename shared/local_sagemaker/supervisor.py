@@ -18,7 +18,6 @@ SageMaker's rules, as far as they show from inside a container:
 """
 
 import ctypes
-import errno
 import io
 import json
 import os
@@ -253,10 +252,6 @@ def main() -> None:
             ended = run(plan, folder, kernel)
             while ended and kernel.next_line() != b"quit":
                 continue  # the kernel is collecting the job's files
-    except OSError as error:  # a full disk: the kernel reads why from the exit status
-        if error.errno != errno.ENOSPC:
-            raise
-        sys.exit(error.errno)
     finally:
         for host in plan["hosts"]:
             kill_container(host["base_dir"])

@@ -15,17 +15,15 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-import boto3
 import nbformat
 import pytest
 from nbclient import NotebookClient
 from sagemaker.core.training.configs import InputData
 
-from data_service import put_numbers
-from endings import upload_images
-from images import write_records
-from jobs import TWO_GROUPS, Jobs, texts_in
-from pages import (
+from helpers.data_service import put_numbers
+from helpers.images import write_records
+from helpers.jobs import TWO_GROUPS, Jobs, texts_in, upload
+from helpers.pages import (
     ENTRY,
     EXAMPLE,
     MY_FUNCTIONS,
@@ -38,7 +36,8 @@ from pages import (
     V2_GIVEN,
     V2_TOLD,
 )
-from sdk_v2 import request_of_sdk_v2
+from helpers.running import upload_images
+from helpers.sdk_v2 import request_of_sdk_v2, start_with_a_channel_for_the_code
 from shared import local_sagemaker
 
 HERE = Path(__file__).parent
@@ -220,6 +219,8 @@ threading.Thread(target=bother, daemon=True).start()
 def test_tensorflow_on_two_hosts_with_a_stranger(
     completed, tmp_path: Path, name: str, distribution: str, port: int
 ):
+    write_records(tmp_path, files=48, records=10, classes=10)
+    data = upload(tmp_path, "s3://records/data")
     files = texts_in(TENSORFLOW / "code")
     title, rest = files["train_data.py"].split("import arguments", 1)
     files["train_data.py"] = f"{title}{STRANGER.replace('PORT', str(port))}\nimport arguments{rest}"
@@ -232,19 +233,9 @@ def test_tensorflow_on_two_hosts_with_a_stranger(
                          "max-steps": 40, "log-every": 10, "distribution": distribution},
         environment={"HETERO_TOKEN": "a secret", "CONTAINER_NAMES_AFTER": "30",
                      "CONTAINER_LOCALHOST": "aws"},
-        input_data_config=[InputData(channel_name="training", data_source=upload(tmp_path))],
+        input_data_config=[InputData(channel_name="training", data_source=data)],
     )  # fmt: skip
     assert "training finished after step 40" in log and "stranger connected" in log
-
-
-def upload(folder: Path) -> str:
-    """Put TFRecord files on S3; return where."""
-    write_records(folder, files=48, records=10, classes=10)
-    s3 = boto3.client("s3")
-    s3.create_bucket(Bucket="records")
-    for path in folder.glob("*.tfrecord"):
-        s3.upload_file(str(path), "records", f"data/{path.name}")
-    return "s3://records/data"
 
 
 # ---- what must fail, and say why
@@ -365,27 +356,12 @@ def test_lines_for_sdk_v2(
         (folder / "code" / path).write_text(text)
     monkeypatch.chdir(folder)
     request = request_of_sdk_v2(lines)
-    # The image would fetch the code from S3. Here a channel brings it.
-    s3 = boto3.client("s3")
-    s3.create_bucket(Bucket=f"sdk-v2-{name}")
-    s3.upload_file("sourcedir.tar.gz", f"sdk-v2-{name}", "source/sourcedir.tar.gz")
-    channels = {"source": f"s3://sdk-v2-{name}/source"}
+    channels = {}
     if "InputDataConfig" in request:
         channels["training"] = put_numbers(tmp_path, 1500).data_source
-    request["InputDataConfig"] = [
-        {
-            "ChannelName": channel,
-            "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": uri}},
-        }
-        for channel, uri in channels.items()
-    ]
-    request["OutputDataConfig"]["S3OutputPath"] = f"s3://sdk-v2-{name}/output"
-    request["HyperParameters"]["sagemaker_submit_directory"] = '"sourcedir.tar.gz"'
     request["Environment"]["SAGEMAKER_TRAINING_MODULE"] = f"{module}.training:main"
     request["AlgorithmSpecification"]["TrainingImage"] = URI[name]
-    command = "cd /opt/ml/input/data/source && exec train"
-    request["AlgorithmSpecification"]["ContainerEntrypoint"] = ["/bin/bash", "-c", command]
-    boto3.client("sagemaker").create_training_job(**request)
+    start_with_a_channel_for_the_code(request, "train", **channels)
     completed.check(name, jobs.wait(request["TrainingJobName"], seconds=200))
     if name == PYTORCH:
         assert jobs.log(request["TrainingJobName"]).count(V2_TOLD) == 1

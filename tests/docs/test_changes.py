@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from pages import ROOT
+from helpers.pages import ROOT
 
+pytestmark = pytest.mark.quick
 FOLDERS = [path.parent for path in ROOT.glob("*.sagemaker/code/*/__init__.py")]
 
 

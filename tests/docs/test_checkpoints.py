@@ -7,9 +7,9 @@ import boto3
 import pytest
 from sagemaker.core.shapes import CheckpointConfig
 
-from endings import Running
-from jobs import Jobs, texts_in
-from pages import CHECKPOINTS, EXAMPLE
+from helpers.jobs import Jobs
+from helpers.pages import CHECKPOINTS, EXAMPLE
+from helpers.running import log_of, run_programs, start_programs
 
 pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.thorough]
 EPOCHS, BATCHES = 3, 15  # of a rank
@@ -107,28 +107,25 @@ class StopOnSigterm(StopOnSigterm):
 """
 
 
+def groups_of(ranks: int) -> dict:
+    return {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", ranks)}
+
+
 def stop_and_continue(jobs: Jobs, script: str, folder: Path, ranks: int) -> list[list[str]]:
     """What a job has trained on before it is stopped, and then its successor."""
     bucket = f"checkpoints-{folder.name}".replace("_", "-").lower()
     boto3.client("s3").create_bucket(Bucket=bucket)
-    files = {**texts_in(EXAMPLE / "code", "hetero", "feed"), "train.py": script}
-    groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", ranks)}
+    goes_on = {"checkpoint_config": CheckpointConfig(s3_uri=f"s3://{bucket}/checkpoints")}
     told = []
     for is_stopped in (True, False):
-        name = jobs.create(
-            files,
-            "exec python -m hetero train.py",
-            groups,
-            environment={"HETERO_TOKEN": "a secret"},
-            checkpoint_config=CheckpointConfig(s3_uri=f"s3://{bucket}/checkpoints"),
-        )
+        job = start_programs(jobs, script, serve=None, groups=groups_of(ranks), **goes_on)
         if is_stopped:
-            jobs.wait_for_log(name, "trained ", times=2 * ranks + 2, seconds=100)
-            Running(jobs, name).stop()
-        job = jobs.wait(name)
+            jobs.wait_for_log(job.name, "trained ", times=2 * ranks + 2, seconds=100)
+            job.stop()
+        ended = jobs.wait(job.name)
         expected = "Stopped" if is_stopped else "Completed"
-        assert job["TrainingJobStatus"] == expected, job.get("FailureReason")
-        told.append(sorted(line for line in jobs.log(name) if line.startswith("trained ")))
+        assert ended["TrainingJobStatus"] == expected, ended.get("FailureReason")
+        told.append(sorted(line for line in job.log() if line.startswith("trained ")))
     return told
 
 
@@ -153,12 +150,9 @@ def test_a_loop_of_one_s_own(trained, jobs: Jobs):
     """It trains on the same samples as one that nobody stops, with the same random numbers."""
     script = LOOP + CHECKPOINTS["a loop of your own"] + CHECKPOINTS["the loop"]
     first, second = trained(script)
-    files = {**texts_in(EXAMPLE / "code", "hetero", "feed")}
-    files["train.py"] = TORCH.replace("COUNT", str(2 * 2 * BATCHES)) + script + END
-    groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 2)}
-    environment = {"HETERO_TOKEN": "a secret"}
-    job = jobs.run(files, "exec python -m hetero train.py", groups, environment=environment)
-    whole = [line for line in jobs.log(job["TrainingJobName"]) if line.startswith("trained ")]
+    script = TORCH.replace("COUNT", str(2 * 2 * BATCHES)) + script + END
+    log = log_of(jobs, script, serve=None, groups=groups_of(2))
+    whole = [line for line in log if line.startswith("trained ")]
     assert len(whole) == 2 * EPOCHS * BATCHES
     assert sorted(first + second) == sorted(whole)
 
@@ -204,15 +198,12 @@ trainer.fit(model, loader)
 
 def test_lightning_must_be_told_the_number_of_hosts(jobs: Jobs):
     """Else each of two hosts would train on everything: README says what is right."""
-    files = {**texts_in(EXAMPLE / "code", "hetero", "feed")}
-    groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 2)}
-    environment = {"HETERO_TOKEN": "a secret"}
-    told = re.search(r"Trainer\((num_nodes=.*)\)`", (EXAMPLE / "README.md").read_text())[1]
+    told = re.search(r"Trainer\((num_nodes=.*)\)`", (EXAMPLE / "job.md").read_text())[1]
     for given in (told, ""):
         trainer = LIGHTNING_EPOCH.replace("max_epochs", f"{given}, max_epochs".lstrip(", "))
-        files["train.py"] = TORCH.replace("COUNT", "60") + LIGHTNING + trainer + END
-        job = jobs.run(files, "exec python -m hetero train.py", groups, environment=environment)
-        lines = [line for line in jobs.log(job["TrainingJobName"]) if line.startswith("trained ")]
+        script = TORCH.replace("COUNT", "60") + LIGHTNING + trainer + END
+        job, log = run_programs(jobs, script, serve=None, groups=groups_of(2))
+        lines = [line for line in log if line.startswith("trained ")]
         if given:
             assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
             assert indices(lines, 0) == [*range(60)]

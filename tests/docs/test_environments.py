@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import pytest
 
-from endings import CODE, Running
-from jobs import Jobs, texts_in
-from pages import ROOT
+from helpers.jobs import Jobs, texts_in
+from helpers.pages import ROOT
+from helpers.running import CODE, Running
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 FOLDER = ROOT / "docs" / "environments"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pages import ROOT
+from helpers.pages import ROOT
 
+pytestmark = pytest.mark.quick
 PAGES = [
     page
     for pattern in ("*.md", "docs/*.md", "*s/README.md", "*.sagemaker/*.md", "*.sagemaker/*.ipynb")

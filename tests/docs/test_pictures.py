@@ -13,11 +13,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.transforms import Bbox
 from PIL import ImageFont
 
-from pages import ROOT
+from helpers.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import pictures  # noqa: E402
 
+pytestmark = pytest.mark.quick
 DRAWN = list(dict.fromkeys(pictures.PICTURES.values()))
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}  # SVG's, and the same in PIL

@@ -1,4 +1,7 @@
-"""The lines that README files and docs/ tell people to copy, run as they stand."""
+"""The lines that README files and docs/ tell people to copy, run as they stand.
+
+Those of TensorFlow's: test_readme_tensorflow.py; of pages with a test of their own: beside this.
+"""
 
 import difflib
 import io
@@ -19,11 +22,9 @@ from PIL import Image
 from pyarrow import parquet
 from sagemaker.core.training.configs import InputData
 
-from data_service import dispatcher_of, put_numbers
-from images import image
-from jobs import Jobs, texts_in
-from mnist import idx
-from pages import (
+from helpers.jobs import Jobs, texts_in, upload
+from helpers.mnist import idx
+from helpers.pages import (
     AFTER,
     BEFORE,
     CHECKPOINTS,
@@ -33,18 +34,7 @@ from pages import (
     HUGGING_FACE,
     LOCAL,
     MEASURED,
-    MY_FUNCTIONS,
     ROOT,
-    TENSORFLOW,
-    TF_COMMAND,
-    TF_FIT,
-    TF_FOLDERS,
-    TF_MAP,
-    TF_RANKS,
-    TF_SERVE,
-    TF_TORCH,
-    TF_TRAINING,
-    TF_V2,
     TORCHRUN,
     TOY_SCRIPTS,
     V2,
@@ -52,8 +42,10 @@ from pages import (
     V2_TOLD,
     V3,
     WEB_DATASET,
+    count_lines,
 )
-from sdk_v2 import request_of_sdk_v2
+from helpers.running import log_of
+from helpers.sdk_v2 import request_of_sdk_v2, start_with_a_channel_for_the_code
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -76,10 +68,6 @@ def test_what_is_to_be_copied_is_short():
     for lines in (V3, ENTRY + V2):
         assert count_lines(lines) < 30
     assert all(count_lines(block) <= 16 for block in CHECKPOINTS.values())  # and a line says which
-
-
-def count_lines(*texts: str) -> int:
-    return len([line for line in "".join(texts).splitlines() if line.strip()])
 
 
 def test_readme_shows_how_after_differs_from_before():
@@ -105,23 +93,16 @@ def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
         text=True,
     )
 
-    s3 = boto3.client("s3")
-    s3.create_bucket(Bucket="noise")
-    for path in tmp_path.glob("*-ubyte"):
-        s3.upload_file(str(path), "noise", f"train/{path.name}")
-    copied = texts_in(EXAMPLE / "code", "hetero", "feed")
+    data = upload(tmp_path, "s3://noise/train")
     mine = ("dataset.py", "model.py", "requirements.txt")
-    copied |= {name: (EXAMPLE / "code" / name).read_text() for name in mine}
-    copied["train.py"] = AFTER
-    job = jobs.run(
-        copied,
-        "exec python -m hetero train.py",
-        {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)},
-        environment={"HETERO_TOKEN": "a secret"},
-        input_data_config=[InputData(channel_name="training", data_source="s3://noise/train")],
+    log = log_of(
+        jobs,
+        AFTER,
+        serve=None,
+        files={name: (EXAMPLE / "code" / name).read_text() for name in mine},
+        groups=TWO_DATA_HOSTS,
+        input_data_config=[InputData(channel_name="training", data_source=data)],
     )
-    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
-    log = jobs.log(job["TrainingJobName"])
     assert not any("a secret" in line for line in log)  # the token
     told = [line for line in log if line.startswith("epoch=")]
     losses, expected = (
@@ -131,6 +112,7 @@ def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
     assert losses == pytest.approx(expected, abs=2e-3) and len({*losses}) == 3
 
 
+TWO_DATA_HOSTS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)}
 # A reader's script around README's lines, which prints who has prepared each rank's samples.
 STREAM = """
 import itertools, os
@@ -202,21 +184,16 @@ def files_of_parquet(folder: Path) -> None:
 def test_lines_for_streams(jobs: Jobs, tmp_path: Path, write, script, lines):
     """In a job of two ranks and two data hosts: each sample once an epoch, prepared there."""
     write(tmp_path)
-    bucket, s3 = write.__name__.replace("_", "-"), boto3.client("s3")
-    s3.create_bucket(Bucket=bucket)
-    for path in tmp_path.iterdir():
-        s3.upload_file(str(path), bucket, f"train/{path.name}")
-    files = texts_in(EXAMPLE / "code", "hetero", "feed")
-    files["train.py"] = STREAM + script.replace("LINES", lines)
-    job = jobs.run(
-        files,
-        "exec python -m hetero --spare-cores 0 --ranks 2 train.py",
-        {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)},
-        environment={"HETERO_TOKEN": "a secret"},
-        input_data_config=[InputData(channel_name="training", data_source=f"s3://{bucket}/train")],
+    data = upload(tmp_path, f"s3://{write.__name__.replace('_', '-')}/train")
+    log = log_of(
+        jobs,
+        STREAM + script.replace("LINES", lines),
+        "--spare-cores 0 --ranks 2",
+        serve=None,
+        groups=TWO_DATA_HOSTS,
+        input_data_config=[InputData(channel_name="training", data_source=data)],
     )
-    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
-    log = "\n".join(jobs.log(job["TrainingJobName"]))
+    log = "\n".join(log)
     orders = set()
     for epoch in range(2):
         seen = re.findall(rf"rank=(\d) epoch={epoch} (.*)", log)
@@ -234,14 +211,8 @@ def test_lines_for_torchrun(jobs: Jobs):
     train += "dist.init_process_group('gloo')\nranks = [None] * dist.get_world_size()\n"
     train += "dist.all_gather_object(ranks, dist.get_rank())\nprint(f'ranks {ranks}')\n"
     train += "dist.destroy_process_group()\n"  # without it torch sometimes aborts at the end
-    files = {**TOY_SCRIPTS, "train.py": train, "launcher.py": TORCHRUN}
-    files |= texts_in(EXAMPLE / "code", "hetero")
-    groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 2)}
-    environment = {"HETERO_TOKEN": "a secret"}
-    job = jobs.run(files, "exec python launcher.py", groups, environment=environment)
-    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
-    log = "\n".join(jobs.log(job["TrainingJobName"]))
-    assert log.count("ranks [0, 1, 2, 3]") == 4
+    log = log_of(jobs, train, files={"launcher.py": TORCHRUN})
+    assert "\n".join(log).count("ranks [0, 1, 2, 3]") == 4
 
 
 def test_lines_for_sdk_v3(jobs: Jobs, project: Path):
@@ -283,146 +254,15 @@ def test_sdk_v2_with_a_checkpoint_path(project: Path, capfd: pytest.CaptureFixtu
 def test_lines_for_sdk_v2(jobs: Jobs, project: Path):
     """The request is SDK v2's own, and AWS's toolkit does what it does in framework images."""
     request = request_of_sdk_v2(V2_GIVEN)
-    # The image would fetch the code from S3 and run the toolkit. Here a channel brings it.
-    s3 = boto3.client("s3")
-    s3.create_bucket(Bucket="sdk-v2")
-    s3.upload_file("sourcedir.tar.gz", "sdk-v2", "source/sourcedir.tar.gz")
-    source = {"S3DataType": "S3Prefix", "S3Uri": "s3://sdk-v2/source"}
-    request["InputDataConfig"] = [{"ChannelName": "source", "DataSource": {"S3DataSource": source}}]
-    request["OutputDataConfig"]["S3OutputPath"] = "s3://sdk-v2/output"
-    request["HyperParameters"]["sagemaker_submit_directory"] = '"sourcedir.tar.gz"'
-    command = f"cd /opt/ml/input/data/source && exec python -c '{TOOLKIT}'"
-    request["AlgorithmSpecification"]["ContainerEntrypoint"] = ["/bin/bash", "-c", command]
     [data_group, _] = request["ResourceConfig"]["InstanceGroups"]
     data_group["InstanceCount"] = 1  # the toolkit takes seconds on each host
-    boto3.client("sagemaker").create_training_job(**request)
+    start_with_a_channel_for_the_code(request, f"python -c '{TOOLKIT}'")
     name = request["TrainingJobName"]
     job = jobs.wait(name)
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     log = jobs.log(name)
     assert log.count(V2_TOLD) == 1
     assert log.count("serving") == 1
-
-
-def trained_on(log: list[str]) -> list[tuple[int, int]]:
-    """What Tell has printed: pairs of a number, and of who has prepared it."""
-    pairs = re.findall(r"\[(\d+) (\d+)\]", "\n".join(log))
-    return [(int(number), int(who)) for number, who in pairs]
-
-
-def train_with_tensorflow(jobs: Jobs, data: InputData | None, files: dict, options: str) -> list:
-    """Run lines of TensorFlow's README on two data hosts; return the log."""
-    training = TF_TRAINING.replace("CONFIG", "../../config/resourceconfig.json")
-    copied = texts_in(TENSORFLOW / "code", "hetero", "service", "ranks")
-    files = {"my_training.py": training, "my_functions.py": MY_FUNCTIONS, **copied, **files}
-    job = jobs.run(
-        files,
-        f"exec python -m hetero --spare-cores 0 {options} train.py",
-        {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)},
-        environment={"HETERO_TOKEN": "a secret"},
-        input_data_config=[data] if data else None,
-    )
-    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
-    return jobs.log(job["TrainingJobName"])
-
-
-def test_lines_for_tensorflow(jobs: Jobs, tmp_path: Path):
-    """Two devices in one process: each sample once in each of three epochs."""
-    assert count_lines(TF_FIT) < 20
-    options = TF_COMMAND.removeprefix("python -m hetero ").removesuffix(" train.py")
-    data = put_numbers(tmp_path, 1500)
-    log = train_with_tensorflow(jobs, data, {"train.py": TF_FIT}, options)
-    pairs = trained_on(log)
-    assert sorted(number for number, _ in pairs) == sorted([*range(1500)] * 3)
-    data_hosts = re.findall(r"host=algo-(\d+) group=data_group", "\n".join(log))
-    assert {host for _, host in pairs} <= set(map(int, data_hosts))
-
-
-@pytest.mark.thorough
-def test_lines_for_tensorflow_with_several_ranks(jobs: Jobs, tmp_path: Path):
-    """In a pass over the data no record comes twice."""
-    arrive = 2 * 300 * 64  # ranks, steps, batch size
-    data = put_numbers(tmp_path, 2 * arrive)  # so that the first pass is not over
-    options = "--ranks 2 --serve service/serve.py --needed first"
-    log = train_with_tensorflow(jobs, data, {"train.py": TF_RANKS}, options)
-    numbers = [number for number, _ in trained_on(log)]
-    assert len({*numbers}) == len(numbers) == arrive
-
-
-def test_lines_for_python_functions(jobs: Jobs, tmp_path: Path):
-    """Four processes of each data host call them."""
-    training = TF_TRAINING.replace("CONFIG", "../../config/resourceconfig.json")
-    [line] = [line for line in TF_MAP.splitlines() if not line.startswith("#")]
-    line += "\n    dataset = dataset.map(lambda x, y: (tf.ensure_shape(x, [2]), y))"
-    training = training.replace(
-        "    return dataset.batch(", f"    {line}\n    return dataset.batch("
-    )
-    files = {"train.py": TF_FIT, "serve.py": TF_SERVE, "my_training.py": training}
-    data = put_numbers(tmp_path, 3000)
-    pairs = trained_on(train_with_tensorflow(jobs, data, files, "--serve serve.py --needed first"))
-    assert sorted(number for number, _ in pairs) == sorted([*range(3000)] * 3)
-    assert len({process for _, process in pairs}) > 2
-
-
-TORCH_DATASET = """
-import os
-import numpy as np
-
-class MyDataset:
-    def __len__(self):
-        return 400
-
-    def __getitem__(self, index):
-        return np.float32([index, os.getpid()]), np.float32(0)
-"""
-
-
-@pytest.mark.thorough
-def test_lines_for_keras_on_pytorch_s_loader(jobs: Jobs):
-    training = TF_TRAINING.replace("from service import numpy_function\nimport my_functions\n", "")
-    files = {"train.py": TF_TORCH, "my_training.py": training + TORCH_DATASET}
-    files |= texts_in(EXAMPLE / "code", "feed")
-    pairs = trained_on(train_with_tensorflow(jobs, None, files, "--serve feed/server.py"))
-    assert sorted(number for number, _ in pairs) == sorted([*range(400)] * 3)
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_lines_for_images_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int):
-    """Workers give each image once, with the label of its own."""
-
-    classes, labels = 5, {}
-    for number in range(300):
-        folder = tmp_path / "images" / f"class {number % classes}"
-        folder.mkdir(parents=True, exist_ok=True)
-        picture = image(number)
-        Image.fromarray(picture).save(folder / f"{number}.png")
-        labels[picture.tobytes()] = number % classes
-    monkeypatch.chdir(tmp_path)
-    said = {}
-    exec(TF_FOLDERS.replace("(256, 256)", "(32, 32)"), said)
-    monkeypatch.syspath_prepend(TENSORFLOW / "code")
-    from service import distribute
-
-    with dispatcher_of(workers) as dispatcher:
-        monkeypatch.setenv("HETERO_DATA_HOSTS", dispatcher)
-        batches = distribute(said["dataset"], name=f"{workers}").as_numpy_iterator()
-        seen = [
-            (picture.round().astype(np.uint8).tobytes(), int(label))
-            for pictures, numbers in batches
-            for picture, label in zip(pictures, numbers, strict=True)
-        ]
-    assert sorted(seen) == sorted(labels.items())
-
-
-def test_lines_for_tensorflow_with_sdk_v2(project: Path):
-    request = request_of_sdk_v2(TF_V2)
-    groups = {g["InstanceGroupName"] for g in request["ResourceConfig"]["InstanceGroups"]}
-    assert groups == {"data_group", "dnn_group"} and "HETERO_TOKEN" in request["Environment"]
-    names = set(request["HyperParameters"])  # those of the toolkit, which passes them not on
-    assert names and all(name.startswith("sagemaker_") for name in names)
-    [channel] = request["InputDataConfig"]
-    assert channel["ChannelName"] == "training"
-    assert "InstanceGroupNames" not in channel["DataSource"]["S3DataSource"]  # so, for all groups
 
 
 TELL_STATUS = """
@@ -482,9 +322,7 @@ def wheel(folder: Path) -> bytes:
 
 def test_requirements_without_internet(jobs: Jobs, tmp_path: Path):
     """The lines that README puts before the requirements let pip find wheels in code/."""
-    [lines] = re.findall(
-        r"```text\n(--no-index\n.*?)```", (EXAMPLE / "README.md").read_text(), re.S
-    )
+    [lines] = re.findall(r"```text\n(--no-index\n.*?)```", (EXAMPLE / "job.md").read_text(), re.S)
     files = {"train.py": "", "requirements.txt": f"{lines}offline-package==1.0\n"}
     name = jobs.create(files, "exec python train.py")
     assert jobs.wait(name)["TrainingJobStatus"] == "Failed"

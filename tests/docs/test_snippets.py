@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from pages import MARK, PYTHON, ROOT
-from shared import measured, prediction, verdict
+from helpers.pages import MARK, PYTHON, ROOT
+from shared import measured
+from shared.advisor import prediction, verdict
 
-PAGES = [
-    page
-    for pattern in ("**/README.md", "docs/*.md", "workshop.md")
-    for page in sorted(ROOT.glob(pattern))
-]
+pytestmark = pytest.mark.quick
+PATTERNS = "**/README.md", "*.sagemaker/*.md", "docs/*.md", "workshop.md"
+PAGES = sorted({page for pattern in PATTERNS for page in ROOT.glob(pattern)})
 PAGES = [
     page
     for page in PAGES

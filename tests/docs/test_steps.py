@@ -10,9 +10,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from pages import STEPS
-from shared.logs import LogLine, step_table
+from helpers.pages import STEPS
+from helpers.slow import TORCH
 from shared.monitoring import METRIC_DEFINITIONS
+from shared.monitoring.log import LogLine, step_table
 
 # Seconds that a batch and a step take, and how many workers prepare batches meanwhile; what follows
 # of that, in ms: the step with its wait, and the wait.
@@ -21,25 +22,6 @@ CASES = {
     (0.04, 0.02, 1): (40, 20),
     (0.0, 0.04, 0): (40, 0),
 }
-TORCH = """
-import sys, time
-import torch
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-torch.set_num_threads(1)  # several would wait for each other where other programs have a core
-
-class Slow(Dataset):
-    def __init__(self, batches, seconds):
-        self.batches, self.seconds = batches, seconds
-
-    def __len__(self):
-        return 2 * self.batches
-
-    def __getitem__(self, index):
-        time.sleep(self.seconds / 2)
-        return {"x": torch.ones(4)}
-"""
 # What falls between two hooks, and is no wait: the way to the GPU, what logs, and validation.
 LIGHTNING = """
 import lightning as L

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_steps import TORCH
 
-from pages import ROOT
+from helpers.pages import ROOT
+from helpers.slow import TORCH
 
 ROWS = dict(re.findall(r"^\| (.+?) \| .*?`(.+?)`", (ROOT / "docs/when.md").read_text(), re.M))
 # Two workers take 60 ms for a batch, and a step 15 ms without it.

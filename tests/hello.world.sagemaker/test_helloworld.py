@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import Jobs
+from helpers.jobs import Jobs
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 CODE = Path(__file__).parents[2] / "hello.world.sagemaker" / "code"

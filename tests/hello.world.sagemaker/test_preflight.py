@@ -7,7 +7,7 @@ import boto3
 import pytest
 import torch
 
-from jobs import READ_CONFIG, Jobs
+from helpers.jobs import READ_CONFIG, Jobs
 from shared import monitoring
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -96,7 +96,7 @@ def test_hosts_that_are_well(jobs: Jobs):
     sums = row(job, "all-reduce")
     assert sums[0] == "-" and all(re.match(r"gloo, 2 ranks, \d", cell) for cell in sums[1:])
     assert said(job)[-2] == "All checks passed."
-    assert sum("ends" in line for line in jobs.log(job["TrainingJobName"])) == 3  # logs.py waits
+    assert sum("ends" in line for line in jobs.log(job["TrainingJobName"])) == 3  # log.py waits
     assert max(map(len, said(job))) <= 105
 
 
@@ -222,7 +222,7 @@ HANGS = (  # until it is killed, as SageMaker would do after two minutes
 @pytest.mark.parametrize("ends", [DIES, HANGS], ids=["dies", "hangs"])
 def test_a_host_that_is_lost_on_the_way(ends: str, jobs: Jobs):
     """When its data is asked for. What has been found until then is shown, and soon."""
-    old = 'if ask == "join":'
+    old = 'if ask == "exchange":'
     new = f'if ask == "bytes": {ends}\n            {old}'
     text = changed(FAST, CHECK_SECONDS=4, REACH_SECONDS=1, ANSWER_SECONDS=2)
     job = jobs.wait(start(jobs, text, before=replace(old, new, "data_group")))
@@ -268,7 +268,7 @@ def test_strangers_at_a_port(jobs: Jobs):
 
 def test_a_job_that_is_stopped_ends_soon(jobs: Jobs):
     """While the leader waits for a host, as it would for ten minutes, and a host does nothing."""
-    old = "ports = Ports(cluster)"
+    old = "team = Team(cluster)"
     before = replace(old, f"time.sleep(100)\n    {old}", "data_group")
     name = start(jobs, changed(FAST, STOP_SECONDS=2), before=before)
     jobs.wait_for_log(name, "host=algo-", times=2)

@@ -8,7 +8,7 @@ import botocore.exceptions
 import psutil
 import pytest
 
-from jobs import READ_CONFIG, TWO_GROUPS, Jobs, archive, processes_naming
+from helpers.jobs import READ_CONFIG, TWO_GROUPS, Jobs, archive, processes_naming
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -125,4 +125,4 @@ def test_a_job_whose_supervisor_is_killed_fails_and_leaves_nothing(jobs: Jobs):
     supervisor.kill()
     job = jobs.wait(name, seconds=20)
     assert job["TrainingJobStatus"] == "Failed"
-    assert "hosts was killed" in job["FailureReason"]
+    assert job["FailureReason"].endswith("the process that runs the hosts ended: it was killed")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import ROOT, processes_naming, start_kernel
+from helpers.jobs import ROOT, processes_naming, start_kernel
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 

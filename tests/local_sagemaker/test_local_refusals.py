@@ -4,7 +4,7 @@ import boto3
 import botocore.exceptions
 import pytest
 
-from jobs import Jobs, group, request
+from helpers.jobs import Jobs, group, request
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -97,10 +97,6 @@ REFUSED = {
     "manifest": (
         {"InputDataConfig": [s3_channel("x", S3DataType="ManifestFile")]},
         "S3DataType is ManifestFile, .* set S3Prefix",
-    ),
-    "augmented manifest": (
-        {"InputDataConfig": [s3_channel("x", S3DataType="AugmentedManifestFile")]},
-        "S3DataType is AugmentedManifestFile, .* set S3Prefix",
     ),
     "shards": (
         {"InputDataConfig": [s3_channel("x", S3DataDistributionType="ShardedByS3Key")]},

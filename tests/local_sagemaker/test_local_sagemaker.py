@@ -14,7 +14,16 @@ from pathlib import Path
 import boto3
 import pytest
 
-from jobs import READ_CONFIG, TWO_GROUPS, Jobs, archive, group, processes_naming, read_s3, request
+from helpers.jobs import (
+    READ_CONFIG,
+    TWO_GROUPS,
+    Jobs,
+    archive,
+    group,
+    processes_naming,
+    read_s3,
+    request,
+)
 from shared import local_sagemaker
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -84,13 +93,12 @@ def test_output_is_in_the_log_as_soon_as_it_is_printed(jobs: Jobs):
     script = """
 import sys, time
 sys.stdout.write("a whole line\\r\\nof a job\\n 50 %\\r100 %\\r and more")
-time.sleep(100)
+time.sleep(4)
 """
     name = jobs.create({"train.py": script}, "exec python train.py")
     jobs.wait_for_log(name, "100 %", seconds=30)
     log = jobs.log(name)
     assert log[log.index("a whole line") :] == ["a whole line", "of a job", " 50 %", "100 %"]
-    boto3.client("sagemaker").stop_training_job(TrainingJobName=name)
     jobs.wait(name)
     assert jobs.log(name)[-1] == " and more"
 

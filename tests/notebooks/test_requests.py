@@ -9,9 +9,11 @@ meant, and to read their diff:
 """
 
 import json
+import multiprocessing
 import os
 import re
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,15 +24,11 @@ from moto import mock_aws
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.sagemaker.models import sagemaker_backends
 
-from cells import cells_that_ask, run_cells
-from jobs import request
-from pages import ROOT
-from permissions import TOLERATED
+from helpers.jobs import request
+from helpers.pages import HELLO_NOTEBOOK, PYTORCH_NOTEBOOK, ROOT, TENSORFLOW_NOTEBOOK
+from helpers.permissions import TOLERATED
 from shared import monitoring
 
-HELLO = ROOT / "hello.world.sagemaker" / "helloworld-example.ipynb"
-PYTORCH = ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb"
-TENSORFLOW = ROOT / "tf.data.service.sagemaker" / "hetero-tensorflow-restnet50.ipynb"
 thorough = pytest.mark.thorough
 STORED = Path(__file__).parent / "requests"
 
@@ -76,9 +74,28 @@ def recorded(self):
 
 SageMakerResponse.create_training_job = recorded
 
-import permissions
+from helpers import permissions
 allowed, absent = permissions.enforce(permissions.managed_policy("AmazonSageMakerFullAccess"))
 """
+
+
+# Importing these takes a kernel ten seconds: here they are imported once, and each run is a fork.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["matplotlib.pyplot", "moto", "pandas", "sagemaker.train"]
+    + ["triton", "tensorflow", "torch"]  # in this order: docs/troubleshooting.md
+)
+
+
+def run_cells(folder: Path, cells: list[str], environment: dict[str, str]) -> object:
+    """Run cells of Python in this process; return what they have left in the variable `result`."""
+    os.environ.clear()
+    os.environ.update(environment, MPLBACKEND="agg")
+    os.chdir(folder)
+    names = {"__name__": "__main__"}
+    for number, cell in enumerate(cells):
+        exec(compile(cell, f"cell {number}", "exec"), names)
+    return names["result"]
 
 
 def requests_of(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
@@ -86,11 +103,17 @@ def requests_of(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("SAGEMAKER_TARGET", target)
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
-    cells = cells_that_ask(notebook)
+    cells = [
+        cell.source
+        for cell in nbformat.read(notebook, as_version=4).cells
+        if cell.cell_type == "code" and "results" not in cell.metadata.get("tags", [])
+    ]
     for old, new in LESS_DATA.items():
         cells = [cell.replace(old, new) for cell in cells]
     end = "result = json.dumps(requests), allowed, absent"
-    result, allowed, absent = run_cells(notebook.parent, [MOTO, *cells, end])
+    with ProcessPoolExecutor(1, FORKS) as pool:
+        given = notebook.parent, [MOTO, *cells, end], dict(os.environ)
+        result, allowed, absent = pool.submit(run_cells, *given).result()
     assert absent == TOLERATED and "CreateTrainingJob" in allowed
     text = re.sub(r"-\d{14}\b", "-<time>", result)
     text = re.sub(r'"HETERO_TOKEN": "[0-9a-f]{32}"', '"HETERO_TOKEN": "<token>"', text)
@@ -100,11 +123,11 @@ def requests_of(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "notebook, target",
     [
-        (HELLO, "aws"),
-        (PYTORCH, "aws-small"),
-        (TENSORFLOW, "aws-small"),
-        pytest.param(PYTORCH, "aws", marks=thorough),
-        pytest.param(TENSORFLOW, "aws", marks=thorough),
+        (HELLO_NOTEBOOK, "aws"),
+        (PYTORCH_NOTEBOOK, "aws-small"),
+        (TENSORFLOW_NOTEBOOK, "aws-small"),
+        pytest.param(PYTORCH_NOTEBOOK, "aws", marks=thorough),
+        pytest.param(TENSORFLOW_NOTEBOOK, "aws", marks=thorough),
     ],
 )
 def test_requests_to_aws(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch):
@@ -119,7 +142,7 @@ def test_requests_to_aws(notebook: Path, target: str, monkeypatch: pytest.Monkey
 def test_hello_world_asks_the_same_for_the_affordable_pairs(monkeypatch: pytest.MonkeyPatch):
     """`make aws` runs all notebooks with aws-small, hello world as the first one."""
     stored = json.loads((STORED / "helloworld-example.aws.json").read_text())
-    assert requests_of(HELLO, "aws-small", monkeypatch) == stored
+    assert requests_of(HELLO_NOTEBOOK, "aws-small", monkeypatch) == stored
 
 
 @pytest.mark.parametrize("notebook", sorted(ROOT.glob("*.sagemaker/*.ipynb")), ids=lambda p: p.stem)
@@ -142,7 +165,7 @@ def test_a_job_for_lack_of_capacity_is_tried_again(
 ):
     """The notebook's own function, with jobs that fail in moto as AWS would let them fail."""
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    cells = nbformat.read(TENSORFLOW, as_version=4).cells
+    cells = nbformat.read(TENSORFLOW_NOTEBOOK, as_version=4).cells
     source = next(cell.source for cell in cells if "def run_job" in cell.source)
     names: dict = {"ModelTrainer": None, "monitoring": monitoring, "time": time}
     exec(source, names)
@@ -171,9 +194,9 @@ def test_a_job_for_lack_of_capacity_is_tried_again(
 
 
 def test_the_diff_that_the_notebook_shows_is_in_the_code():
-    cells = nbformat.read(TENSORFLOW, as_version=4).cells
+    cells = nbformat.read(TENSORFLOW_NOTEBOOK, as_version=4).cells
     text = next(cell.source for cell in cells if "```diff" in cell.source)
-    code = "".join((TENSORFLOW.parent / "code" / "pipeline.py").read_text().split())
+    code = "".join((TENSORFLOW_NOTEBOOK.parent / "code" / "pipeline.py").read_text().split())
     for line in text.split("```")[1].splitlines()[1:]:
         assert "".join(line[1:].split("#")[0].split()).split("...")[0] in code, line
     assert code.count("ifon_data_hosts:") == code.count("ifnoton_data_hosts:") == 1

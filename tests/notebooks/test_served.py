@@ -1,5 +1,5 @@
 """What the notebooks ask of AWS can be had, as far as that is known offline: images, instances,
-regions and prices. docs/images.md says so, and is read here.
+regions and prices. docs/aws.md says so, and is read here.
 """
 
 import json
@@ -14,18 +14,19 @@ import pytest
 from moto import mock_aws
 from sagemaker.core import image_uris
 
-from pages import ROOT
+from helpers.pages import HELLO_NOTEBOOK, PYTORCH_NOTEBOOK, ROOT, TENSORFLOW_NOTEBOOK
 from shared import costs, prices
-from shared.jobs import instances_of
+from shared.monitoring.describe import instances_of
 
-SECTION = (ROOT / "docs" / "images.md").read_text()
+pytestmark = pytest.mark.quick
+SECTION = (ROOT / "docs" / "aws.md").read_text()
 AS_FOUND_ON = re.search(r"As found on (\S+),", SECTION)[1]
 REGIONS = sorted(set(re.findall(r"\b[a-z]{2}-[a-z]+-\d\b", SECTION.split("**Regions:**")[1])))
 NOTEBOOKS = {
-    "hello world": ROOT / "hello.world.sagemaker" / "helloworld-example.ipynb",
-    "its preflight": ROOT / "hello.world.sagemaker" / "helloworld-example.ipynb",
-    "PyTorch": ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb",
-    "TensorFlow": ROOT / "tf.data.service.sagemaker" / "hetero-tensorflow-restnet50.ipynb",
+    "hello world": HELLO_NOTEBOOK,
+    "its preflight": HELLO_NOTEBOOK,
+    "PyTorch": PYTORCH_NOTEBOOK,
+    "TensorFlow": TENSORFLOW_NOTEBOOK,
 }
 TARGETS = [("hello world", "both"), ("its preflight", "both")]
 TARGETS += [(name, to) for name in ("PyTorch", "TensorFlow") for to in ("aws", "aws-small")]
@@ -102,7 +103,7 @@ STORED = sorted((ROOT / "tests" / "notebooks" / "requests").glob("*.json"))
 def test_nothing_is_asked_for_that_aws_has_retired(path: Path):
     model = boto3.client("sagemaker", region_name="us-east-1").meta.service_model
     allowed = set(model.shape_for("TrainingInstanceType").enum)
-    retired = set(pd.read_csv(ROOT / "shared" / "retired.csv")["family"])
+    retired = set(pd.read_csv(ROOT / "shared" / "advisor" / "retired.csv")["family"])
     for request in json.loads(path.read_text()):
         for kind in instances(request):
             assert kind in allowed and kind.split(".")[1] not in retired

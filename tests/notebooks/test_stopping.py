@@ -10,9 +10,8 @@ import pytest
 from sagemaker.core.training.configs import Compute, InputData, SourceCode
 from sagemaker.train import ModelTrainer
 
-from pages import ROOT
+from helpers.pages import PYTORCH_NOTEBOOK, ROOT
 
-PYTORCH = ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb"
 NOTEBOOKS = sorted(ROOT.glob("*.sagemaker/*.ipynb"))
 PRINTED = [
     """print('To stop it: boto3.client("sagemaker").stop_training_job(')""",
@@ -29,7 +28,7 @@ def sources(notebook: Path, cell_type: str) -> list[str]:
 def test_the_sdk_still_says_which_job_it_has_started():
     assert "_latest_training_job" in ModelTrainer.__private_attributes__, (
         f"SageMaker's SDK {version('sagemaker')} has no ModelTrainer._latest_training_job, which "
-        "is not public: the notebooks and tests/jobs.py need another way to a job's name."
+        "is not public: the notebooks and tests/helpers/jobs.py need another way to a job's name."
     )
 
 
@@ -43,7 +42,7 @@ def test_notebooks_say_that_an_interrupted_job_goes_on(notebook: Path):
 
 
 def test_the_line_that_is_printed_stops_the_job(local, jobs, tmp_path: Path, capsys):
-    (source,) = [text for text in sources(PYTORCH, "code") if "def submit(" in text]
+    (source,) = [text for text in sources(PYTORCH_NOTEBOOK, "code") if "def submit(" in text]
     names: dict = {"ModelTrainer": ModelTrainer, "InputData": InputData, "boto3": boto3}
     exec(source[source.index("def submit(") :], names)
     (tmp_path / "any.py").touch()

@@ -13,13 +13,13 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-import permissions
-from pages import ROOT, SOLUTIONS
+from helpers import permissions
+from helpers.pages import PYTORCH_NOTEBOOK, SOLUTIONS
 from shared import workshop
 
-pytestmark = pytest.mark.timeout(900)  # six jobs, in the first test that asks for the lab
-NOTEBOOK = ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb"
-CELLS = nbformat.read(NOTEBOOK, as_version=4).cells
+# Six jobs, in the first test that asks for the lab.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.first]
+CELLS = nbformat.read(PYTORCH_NOTEBOOK, as_version=4).cells
 EXERCISES = [cell.source for cell in CELLS if "exercise" in cell.metadata.get("tags", [])]
 SMALLER = {
     '"batch-size": 128, "max-steps": 150': '"batch-size": 32, "max-steps": 60',
@@ -74,7 +74,7 @@ class Lab:
 def lab() -> Iterator[Lab]:
     """The notebook's kernel when everything has been run."""
     assert all(sum(old in cell.source for cell in CELLS) == 1 for old in SMALLER)
-    resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    resources = {"metadata": {"path": str(PYTORCH_NOTEBOOK.parent)}}
     client = NotebookClient(nbformat.v4.new_notebook(), timeout=300, resources=resources)
     with client.setup_kernel():
         lab = Lab(client)

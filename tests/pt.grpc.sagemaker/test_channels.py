@@ -6,13 +6,13 @@ import boto3
 import pytest
 from sagemaker.core.training.configs import InputData, S3DataSource
 
-from endings import CODE
-from jobs import Jobs, texts_in
+from helpers.jobs import Jobs
+from helpers.running import Running, start_programs
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 GROUPS = {"data_group": ("ml.m5.large", 1), "dnn_group": ("ml.m5.large", 1)}
 TRAIN = """
-import os, pathlib, sys
+import os, pathlib
 from torch.utils.data import DataLoader, Dataset
 from feed import RemoteDataset
 
@@ -31,13 +31,13 @@ if __name__ == "__main__":
     print("the training host has", "SM_CHANNEL_TRAINING" in os.environ)
     dataset = RemoteDataset(make)
     print("length", len(dataset), "first", dataset[0])
-    for epoch in range(int(sys.argv[1])):
+    for epoch in range(EPOCHS):
         for words in DataLoader(dataset, batch_size=2, num_workers=1):
             print("trained", words)
 """
 
 
-def start(jobs: Jobs, options: str, epochs: int) -> str:
+def start(jobs: Jobs, options: str, epochs: int) -> Running:
     s3 = boto3.client("s3")
     s3.create_bucket(Bucket="words")
     for word in "abcdef":
@@ -48,19 +48,20 @@ def start(jobs: Jobs, options: str, epochs: int) -> str:
         s3_data_distribution_type="FullyReplicated",
         instance_group_names=["data_group"],
     )
-    return jobs.create(
-        {**texts_in(CODE, "hetero", "feed"), "train.py": TRAIN},
-        f"exec python -m hetero {options} train.py {epochs}",
-        GROUPS,
-        environment={"HETERO_TOKEN": "a secret"},
+    return start_programs(
+        jobs,
+        TRAIN.replace("EPOCHS", str(epochs)),
+        options,
+        serve=None,
+        groups=GROUPS,
         input_data_config=[InputData(channel_name="training", data_source=source)],
     )
 
 
 def test_with_a_callable_data_hosts_alone_need_the_files(jobs: Jobs):
-    name = start(jobs, "--spare-cores 0", epochs=1)
-    job, log = jobs.wait(name), jobs.log(name)
-    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    job = start(jobs, "--spare-cores 0", epochs=1)
+    ended, log = jobs.wait(job.name), job.log()
+    assert ended["TrainingJobStatus"] == "Completed", ended["FailureReason"]
     assert "the training host has False" in log
     [data_host] = re.findall(r"host=(\S+) group=data_group", "\n".join(log))
     assert f"length 6 first a at {data_host}" in log
@@ -71,7 +72,7 @@ def test_with_a_callable_data_hosts_alone_need_the_files(jobs: Jobs):
 
 
 def test_spare_cores_of_the_training_host_need_them_too(jobs: Jobs):
-    job = jobs.wait(start(jobs, "--spare-cores 1", epochs=1000))  # it comes up later
+    job = jobs.wait(start(jobs, "--spare-cores 1", epochs=1000).name)  # it comes up later
     assert job["TrainingJobStatus"] == "Failed"
     words = "on data host unix-abstract:.*KeyError: 'SM_CHANNEL_TRAINING'"
     assert re.search(words, job["FailureReason"]), job["FailureReason"]

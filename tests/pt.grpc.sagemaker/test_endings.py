@@ -1,48 +1,50 @@
 """The ways that a job of the PyTorch example can end, but for those that need PyTorch itself.
 
-endings.py has the table, and runs all of it with PyTorch: `make thorough`.
+helpers/endings.py has the table; tests/endings.py runs all of it with PyTorch: `make thorough`.
 """
 
 import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-import endings
-from endings import ENDINGS
-from jobs import Jobs, start_kernel
+from helpers.endings import ENDINGS, Begun, begin, finish
+from helpers.jobs import Jobs, start_kernel
+from helpers.pages import EXAMPLE
+from helpers.running import Running, upload_images
+from helpers.waiting import wait_until_gone
 
+pytestmark = pytest.mark.first
 SLOW = [name for name, ending in ENDINGS.items() if ending.slow and not ending.torch]
 QUICK = [name for name, ending in ENDINGS.items() if not ending.slow and not ending.torch]
 
 
 @pytest.fixture(scope="module")
-def waiting(jobs: Jobs) -> dict[str, endings.Begun]:
+def waiting(jobs: Jobs) -> dict[str, Begun]:
     """The slow endings, begun before all other tests, which run while these wait."""
-    endings.upload_images()
-    return {name: endings.begin(jobs, name, torch=False) for name in SLOW}
+    upload_images()
+    return {name: begin(jobs, name, torch=False) for name in SLOW}
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_ending(jobs: Jobs, waiting: dict, name: str):
-    endings.finish(endings.begin(jobs, name, torch=False))
+    finish(begin(jobs, name, torch=False))
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SLOW)
 def test_slow_ending(waiting: dict, name: str):
-    endings.finish(waiting[name])
+    finish(waiting[name])
 
 
 BELOW = {"Ctrl-C in the notebook", "the notebook's kernel ends (locally)"}
 
 
 def test_every_row_of_the_table_has_an_ending_with_its_reason():
-    text = (endings.CODE.parent / "README.md").read_text().split("## How a job ends")[1]
+    text = (EXAMPLE / "job.md").read_text().split("## How a job ends")[1]
     rows = [line.split("|") for line in re.findall(r"^\| (.+)\|$", text, re.M)]
     reasons = {name.strip(): reason.strip() for name, _, reason, _ in rows[1:]}
     assert reasons.keys() == ENDINGS.keys() | BELOW
@@ -53,12 +55,12 @@ def test_every_row_of_the_table_has_an_ending_with_its_reason():
 
 
 KERNEL = """
-import endings
+from helpers import running
 from shared import monitoring
-endings.upload_images()
+running.upload_images()
 groups = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)}
-job = endings.start(jobs, groups=groups, hyperparameters={"max-steps": 30}, torch=False)
-endings.after_steps(job)
+job = running.start(jobs, groups=groups, hyperparameters={"max-steps": 30}, torch=False)
+running.after_steps(job)
 try:
     print("RUNNING", job.name, flush=True)
     monitoring.wait(job.name)
@@ -84,15 +86,12 @@ def read_until(word: str, kernel: subprocess.Popen) -> str:
 )
 def test_ctrl_c_and_the_end_of_the_kernel(tmp_path: Path, temporary_folder: Path, number: int):
     kernel = start_kernel(KERNEL, tmp_path)
-    job = endings.Running(None, read_until("RUNNING", kernel).split()[1])
+    job = Running(None, read_until("RUNNING", kernel).split()[1])
     assert job.processes(has="RANK")
     os.kill(kernel.pid, number)
     if number == signal.SIGINT:
         read_until("INTERRUPTED", kernel)
         assert job.processes(has="RANK")
         read_until("ENDED WELL", kernel)
-    deadline = time.monotonic() + 5
-    while left := [*job.processes(), *temporary_folder.iterdir()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until_gone(lambda: [*job.processes(), *temporary_folder.iterdir()])
     kernel.communicate(timeout=30)

@@ -1,20 +1,12 @@
-"""The loader of the PyTorch example: samples from data hosts, against those that are made here."""
+"""The loader: samples from data hosts are those of a plain DataLoader, and so are their errors."""
 
 import functools
-import os
 import random
-import shutil
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,32 +24,24 @@ from torch.utils.data import (
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from data_hosts import (
-    CODE,
+from feed import RemoteDataset, as_is
+from feed.source import Source
+from helpers.data_hosts import DataHost, loader_of, remote, up
+from helpers.datasets import (
     PANICKING,
     RAISING,
     SAMPLES,
-    SLOW,
     THINGS,
-    TOKEN,
     ByRank,
-    DataHost,
     Draws,
+    Made,
     Numbers,
     SampleIsBroken,
     Things,
     Together,
     Troubled,
     assert_same,
-    has_ended,
-    loader_of,
-    remote,
-    up,
-    wait_for_threads,
-    wait_until,
 )
-from feed import RemoteDataset, as_is
-from feed.source import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 BATCH_SIZE = 7
@@ -327,91 +311,35 @@ def test_a_rank_that_would_train_alone_is_refused(hosts, monkeypatch, num_worker
     assert next(iter(validation))[0]["index"] == 0  # what rank 0 may do when all have trained
 
 
-# Ends
+# A callable in the Dataset's place
 
 
-@pytest.fixture(scope="module")
-def many() -> Iterator[DataHost]:
-    """A data host of which many workers may be asleep."""
-    [host] = up(DataHost(workers=40))
-    yield host
-    host.kill()
+def test_a_callable_makes_the_dataset_in_each_worker_of_the_data_hosts(start):
+    """Not before they are forked: an open file would be one for all."""
+    hosts = up(start(workers=3), start())
+    dataset = remote(hosts, functools.partial(Made, 30))
+    assert len(dataset) == 30
+    options = {"batch_size": 7, "shuffle": True, "collate_fn": list}
+    torch.manual_seed(1)
+    expected = list(DataLoader(remote([], lambda: Made(30)), **options))
+    for num_workers in (0, 2):
+        torch.manual_seed(1)
+        assert_same(list(DataLoader(dataset, num_workers=num_workers, **options)), expected)
+    for attempt in (lambda: dataset.length, lambda: setattr(dataset, "length", 3)):
+        with pytest.raises(AttributeError, match="'length' cannot be reached: a callable makes"):
+            attempt()
+    with pytest.raises(FileNotFoundError, match="Caught FileNotFoundError on data host"):
+        len(remote(hosts, functools.partial(np.load, "/not/there")))
 
 
-def test_leaving_an_epoch_leaves_nothing(many):
-    """Neither one that waits for the training, nor one that waits for a sample."""
-    threads, others = set(threading.enumerate()), set(psutil.Process().children())
-    for num_workers, numbers in [(0, [[0]] * 9), (2, [[0]] * 9), (1, [[0]] + [[SLOW]] * 9)]:
-        batches = iter(loader_of([many], Troubled(), numbers, num_workers=num_workers))
-        next(batches)
-        workers = set(psutil.Process().children()) - others
-        del batches
-        wait_for_threads(threads)
-        wait_until(lambda workers=workers: all(map(has_ended, workers)))
-
-
-PROGRAM = """if True:
-    import sys
-    sys.path[:0] = {path!r}
-    from data_hosts import *
-    numbers = [[0]] * 3 + [[{number}]] * 99
-    batches = iter(
-        DataLoader(RemoteDataset(Troubled()), batch_sampler=numbers, num_workers={workers})
-    )
-    next(batches)
-    {end}"""
-
-
-def begin(host: DataHost, number: int, num_workers: int, end: str) -> psutil.Popen:
-    """Start a program that is in the middle of an epoch when it comes to `end`."""
-    program = PROGRAM.format(path=sys.path, number=number, workers=num_workers, end=end)
-    return psutil.Popen(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env={**os.environ, "HETERO_DATA_HOSTS": host.address, "HETERO_TOKEN": TOKEN},
-        stderr=subprocess.PIPE,
-        text=True,
-        # Where the tests run in the background, Ctrl-C would be ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
-def begin_and_wait(host: DataHost, num_workers: int) -> psutil.Popen:
-    """Start a program that waits for a sample for ever."""
-    asleep = host.said().count("asleep")
-    program = begin(host, SLOW, num_workers, "list(batches)")
-    wait_until(lambda: host.said().count("asleep") > asleep + max(0, num_workers - 1))
-    return program
-
-
-@pytest.mark.parametrize("num_workers, end, code", [(0, "1 / 0", 1), (2, "sys.exit(5)", 5)])
-def test_a_program_may_end_in_the_middle_of_an_epoch(many, num_workers, end, code):
-    program = begin(many, 0, num_workers, end)
-    _, errors = program.communicate(timeout=60)
-    said = ["ZeroDivisionError: division by zero"] if code == 1 else []
-    assert (program.returncode, errors.splitlines()[-1:]) == (code, said)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_ctrl_c_ends_a_program_that_waits_for_a_sample(many, num_workers):
-    program = begin_and_wait(many, num_workers)
-    program.send_signal(signal.SIGINT)
-    _, errors = program.communicate(timeout=60)
-    assert program.returncode == -signal.SIGINT
-    assert errors.splitlines()[-1] == "KeyboardInterrupt"
-
-
-def test_workers_of_a_dataloader_end_with_a_training_that_is_killed(many):
-    program = begin_and_wait(many, 2)
-    workers = program.children()
-    assert len(workers) == 2
-    program.kill()
-    program.communicate()
-    wait_until(lambda: all(map(has_ended, workers)))
-
-
-@pytest.mark.thorough
-def test_it_can_be_imported_from_any_path_and_after_tensorflow(tmp_path: Path):
-    folder = tmp_path / "a b" / "ü"
-    shutil.copytree(CODE / "feed", folder / "feed")
-    program = f"import sys, tensorflow; sys.path.insert(0, {str(folder)!r}); import feed"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+def test_hosts_whose_callables_make_different_datasets_are_refused(start):
+    others = [
+        start(environment={name: value}) for name, value in [("LENGTH", "31"), ("SHIFT", "1")]
+    ]
+    first, *others = up(start(), *others)
+    for num_workers, other in enumerate(others):
+        made = functools.partial(Made, 30)
+        loader = loader_of([first, other], made, [[0]] * 999, num_workers=num_workers)
+        words = "data hosts have different Datasets: that of .* has .* samples, that of"
+        with pytest.raises(ValueError, match=words):
+            list(loader)

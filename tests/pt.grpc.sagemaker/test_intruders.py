@@ -1,20 +1,21 @@
-"""Strangers at every port that a running job of the PyTorch example listens on."""
+"""Strangers at every port that a running job of the PyTorch example listens on.
+
+What they would ask a data server for: test_feed_servers.py.
+"""
 
 import contextlib
 import itertools
 import json
 import os
 import socket
-import threading
 import time
 
-import grpc
 import psutil
 import pytest
 
-import endings
-from endings import Running
-from jobs import Jobs
+from helpers.jobs import Jobs
+from helpers.running import Running, after_steps, start, upload_images
+from helpers.waiting import wait_until
 
 pytestmark = pytest.mark.thorough
 GIVEN_UP = 50 << 20  # bytes that a process may grow by, among them what training itself takes
@@ -30,9 +31,9 @@ ATTACKS = [
 @pytest.fixture(scope="module")
 def job(jobs: Jobs) -> Running:
     """A job that trains until it is stopped; it must still do so after each test."""
-    endings.upload_images()
-    running = endings.start(jobs, max_runtime_seconds=600)
-    endings.after_steps(running)
+    upload_images()
+    running = start(jobs, max_runtime_seconds=600)
+    after_steps(running)
     return running
 
 
@@ -45,10 +46,7 @@ def unharmed(job: Running):
             before[process] = process.memory_info().rss
     yield
     step = last_step(job)
-    deadline = time.monotonic() + 30
-    while last_step(job) < step + 3:
-        assert time.monotonic() < deadline, f"training has stopped at step {step}"
-        time.sleep(0.3)
+    wait_until(lambda: last_step(job) >= step + 3)
     grown = {}
     for process, size in before.items():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -70,12 +68,8 @@ def listeners(job: Running) -> list[tuple[str, int]]:
     return [("127.0.0.1" if ip in ("0.0.0.0", "::") else ip, port) for ip, port in found]
 
 
-def first_port(job: Running) -> int:
-    return json.loads(job.environment()["LOCAL_SAGEMAKER"])["base_port"]
-
-
 def leader(job: Running) -> tuple[str, int]:
-    return next(address for address in listeners(job) if address[1] == first_port(job))
+    return next(address for address in listeners(job) if address[1] == job.first_port())
 
 
 def refusals(job: Running, why: str) -> int:
@@ -111,32 +105,6 @@ def test_wrong_token_and_a_host_that_is_there_are_refused_with_a_line(job: Runni
             connection.sendall(json.dumps(hello).encode() + b"\n")
             assert json.loads(connection.makefile().read()) == {"refused": reason}
         job.jobs.wait_for_log(job.name, f"refused a connection from 127.0.0.1: {reason}")
-
-
-def test_wrong_token_is_refused_by_data_servers_with_a_line(job: Running, unharmed):
-    feed = next(a for a in listeners(job) if a[1] == first_port(job) + 2)
-    with grpc.insecure_channel(f"{feed[0].removeprefix('::ffff:')}:{feed[1]}") as channel:
-        ask = channel.unary_unary("/dataset_feed.DatasetFeed/Ask")
-        for _ in range(20):
-            with pytest.raises(grpc.RpcError) as refused:
-                ask(b"", metadata=[("feed-bin", bytes(80))])
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    job.jobs.wait_for_log(job.name, "refused a call")
-    assert sum("refused a call" in line for line in job.log()) <= 2  # in 20 calls
-
-
-def test_calls_without_a_token_that_never_say_more(job: Running, unharmed):
-    """More of them than a data server takes at a time; training asks for batches meanwhile."""
-    feed = next(a for a in listeners(job) if a[1] == first_port(job) + 2)
-    with grpc.insecure_channel(f"{feed[0].removeprefix('::ffff:')}:{feed[1]}") as channel:
-        method = channel.stream_unary("/dataset_feed.DatasetFeed/Upload")
-        silence = threading.Event()
-        calls = [method.future(iter(silence.wait, None)) for _ in range(3000)]
-        codes = {call.exception(timeout=10).code() for call in calls}
-        silence.set()
-    assert grpc.StatusCode.UNAUTHENTICATED in codes  # others: too many at once
-    refused = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.CANCELLED}  # as said, or cut off
-    assert codes <= {*refused, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 def test_refusals_are_few_and_the_job_ends_as_it_should(job: Running):

@@ -4,22 +4,18 @@ A job with FSDP, which is interrupted, is in test_spot.py.
 """
 
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_training import CODE, STEP_LINE, refusal, run, train
 
-from mnist import idx
-
-sys.path.insert(0, str(CODE))
-
-import parallel  # noqa: E402
-from dataset import MnistDataset  # noqa: E402
-from model import MnistNet, SmallNet  # noqa: E402
+import parallel
+from dataset import MnistDataset
+from helpers.mnist import idx
+from helpers.training import STEP_LINE, train
+from model import MnistNet, SmallNet
 
 STATE_LINE = re.compile(
     r"^parallelism=(\w+) ranks=(\d+) parameters_per_rank=(\d+) state_bytes_per_rank=(\d+)$",
@@ -107,17 +103,6 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_either_parallelism(tmp
     torch.testing.assert_close(moments, expected, rtol=1e-3, atol=1e-5)
     assert moments["fc.bias"]["step"] == 12
     assert_close(load(SmallNet(), tmp_path / "turns"), load(SmallNet(), tmp_path / "one"))
-
-
-def test_wrong_value_gets_one_sentence(monkeypatch, tmp_path):
-    command = "--data-mode synthetic --max-steps 1 --parallelism zero"
-    sentence = refusal(command, monkeypatch)
-    assert re.search(r"--parallelism: invalid choice: 'zero' .*ddp.*fsdp", sentence)
-
-    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
-    done = run("launcher.py", "--parallelism", "zero")
-    assert done.returncode != 0
-    assert "invalid choice: 'zero'" in (tmp_path / "output" / "failure").read_text()
 
 
 def test_fsdp_says_what_it_needs(monkeypatch):

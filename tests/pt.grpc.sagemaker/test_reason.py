@@ -3,7 +3,7 @@
 Those without a framework are run each time. The others take seconds each, and only the thorough
 test runs them: what they print is stored in printed/. To store it anew:
 
-    python tests/pt.grpc.sagemaker/test_reason.py
+    PYTHONPATH=pt.grpc.sagemaker/code python tests/pt.grpc.sagemaker/test_reason.py
 """
 
 import os
@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "pt.grpc.sagemaker" / "code"))
-from hetero.reason import reason  # noqa: E402
+from hetero.reason import reason
 
 DEL = """
 class Loader:
@@ -43,11 +42,6 @@ ctypes.CDLL("libstdc++.so.6")._ZSt21__throw_runtime_errorPKc(text)
 # "..." in a sentence stands for any text.
 SCRIPTS = {
     "an error": ("raise ValueError('no number')", "1: ValueError: no number"),
-    "an error of a class of its own": (
-        "class Diverged(Exception): pass\nraise Diverged('loss is nan')",
-        "1: Diverged: loss is nan",
-    ),
-    "an error without a text": ("assert 1 > 2", "1: AssertionError"),
     "an error of several lines": (
         "raise ValueError('6 files are missing\\n\\na\\nb\\nc\\nd\\ne\\nf')",
         "1: ValueError: 6 files are missing | a | b | ... | f",
@@ -77,10 +71,6 @@ SCRIPTS = {
     "a syntax error in a module": (
         "open('model.py', 'w').write('x = (')\nimport model",
         "1: SyntaxError: '(' was never closed",
-    ),
-    "a module that is not there": (
-        "import no_such_module",
-        "1: ModuleNotFoundError: No module named 'no_such_module'",
     ),
     "sys.exit with a text": (
         "print('step=1', flush=True)\nimport sys\nsys.exit('no usable samples')",
@@ -129,11 +119,6 @@ SCRIPTS = {
         "child = multiprocessing.get_context('fork').Process(target=work)\n"
         "child.start()\nchild.join()\nsys.exit(child.exitcode)",
         "1: ValueError: no number",
-    ),
-    "an error in a pool's process": (
-        "from concurrent.futures import ProcessPoolExecutor\ndef work(n):\n    1 / 0\n"
-        "if __name__ == '__main__':\n    ProcessPoolExecutor(1).submit(work, 1).result()",
-        "1: ZeroDivisionError: division by zero",
     ),
     "an error in logging": (
         "import logging, sys\nlogging.warning('%d steps', 'many')\nsys.exit('no usable samples')",

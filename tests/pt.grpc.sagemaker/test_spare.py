@@ -6,11 +6,10 @@ from collections import Counter
 
 import pytest
 
-import endings
-from data_hosts import Paced, loader_of, up, wait_until
 from feed.host import DataHost
+from helpers.data_hosts import loader_of, up
+from helpers.datasets import Paced
 from hetero import spare
-from jobs import Jobs
 
 
 @pytest.mark.parametrize(
@@ -82,27 +81,6 @@ def test_ranks_of_a_host_share_its_own_server_and_all_ranks_the_others(monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     for address, share in [("unix-abstract:own", 3), ("algo-1:7712", 1.5)]:
-        host = DataHost(address, "a token")
+        host = DataHost(address, "a token", b"")
         host.workers = 6
         assert host.share() == share
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("nothing_is_left")
-def test_a_training_host_serves_its_own_ranks_and_survives_its_server_s_end(jobs: Jobs):
-    endings.upload_images()
-    job = endings.start(
-        jobs,
-        {"train_dnn.py": endings.ENOUGH},
-        hyperparameters={"spare-cores": 1},
-        groups={"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)},
-    )
-    serving = f"serving at unix-abstract:{job.host('dnn_group', 0)}:"
-    jobs.wait_for_log(job.name, serving)
-    server = job.server(job.host("dnn_group", 0))
-    wait_until(lambda: os.sched_getscheduler(server.pid) == os.SCHED_IDLE)
-    server.kill()
-    job.finish_training(after=serving, times=2)
-    done = jobs.wait(job.name)
-    assert done["TrainingJobStatus"] == "Completed", done["FailureReason"]
-    assert "spare_cores=1" in job.log()

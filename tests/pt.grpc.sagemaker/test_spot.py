@@ -11,8 +11,8 @@ import pytest
 import torch
 from sagemaker.core.shapes import CheckpointConfig
 
-import endings
-from jobs import Jobs, archive
+from helpers.jobs import Jobs, archive
+from helpers.running import Running, after_steps, start, upload_images
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 STEPS = 24
@@ -30,13 +30,13 @@ def trained_model(job: dict) -> dict[str, torch.Tensor]:
     return torch.load(io.BytesIO(files["model.pt"]))
 
 
-def batches(job: endings.Running) -> list[str]:
+def batches(job: Running) -> list[str]:
     return sorted(line for line in job.log() if line.startswith("rank="))
 
 
 @pytest.mark.thorough
 def test_interrupted_job_ends_as_the_uninterrupted_one(jobs: Jobs):
-    endings.upload_images()
+    upload_images()
     boto3.client("s3").create_bucket(Bucket="spot")
     data_hosts, dnn_hosts = ("ml.c5.xlarge", 1), ("ml.m5.xlarge", 2)
     settings = {
@@ -47,14 +47,14 @@ def test_interrupted_job_ends_as_the_uninterrupted_one(jobs: Jobs):
     }
     # SageMaker sends SIGTERM before it takes spot instances away, as StopTrainingJob does, and then
     # starts the job anew with what is in S3.
-    first = endings.start(jobs, **settings)
-    endings.after_steps(first)
+    first = start(jobs, **settings)
+    after_steps(first)
     first.stop()
     assert jobs.wait(first.name)["TrainingJobStatus"] == "Stopped"
     stopped = re.search(r"stopped by SIGTERM after step (\d+)", "\n".join(first.log()))
     assert 8 <= int(stopped[1]) < STEPS
 
-    second = endings.start(jobs, **settings)
+    second = start(jobs, **settings)
     resumed = jobs.wait(second.name)
     assert resumed["TrainingJobStatus"] == "Completed", resumed["FailureReason"]
     assert any(line.endswith(f"at step {stopped[1]}") for line in second.log())
@@ -65,7 +65,7 @@ def test_interrupted_job_ends_as_the_uninterrupted_one(jobs: Jobs):
     names = "hetero.run(\n", 'hetero.run(\n    train_group="gpus", data_groups=["cpus"],\n'
     settings["changes"]["launcher.py"] = names
     settings["groups"] = {"cpus": data_hosts, "gpus": dnn_hosts}
-    whole = endings.start(jobs, **settings)
+    whole = start(jobs, **settings)
     uninterrupted = jobs.wait(whole.name)
     assert len(batches(whole)) == 2 * STEPS
     assert sorted(batches(first) + batches(second)) == batches(whole)

@@ -2,13 +2,10 @@
 
 import gzip
 import math
-import os
 import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,18 +15,11 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-CODE = Path(__file__).parents[2] / "pt.grpc.sagemaker" / "code"
-sys.path.insert(0, str(CODE))
+import train_dnn
+from dataset import MEAN, STD, MnistDataset, milliseconds_per_sample
+from helpers.mnist import idx
+from helpers.training import STEP_LINE, refusal, run, start, torchrun, train
 
-import train_dnn  # noqa: E402
-from dataset import MEAN, STD, MnistDataset, milliseconds_per_sample  # noqa: E402
-from mnist import idx  # noqa: E402
-
-STEP_LINE = re.compile(
-    r"^step=(\d+) epoch=(\d+) loss=([\d.]+) step_time_ms=([\d.]+) data_wait_ms=([\d.]+) "
-    r"samples_per_s=([\d.]+)$",
-    re.MULTILINE,
-)
 TRAIN_IMAGES, BATCH_SIZE, EPOCHS = 630, 16, 2
 STEPS_PER_EPOCH = 40  # the last batch is smaller
 TOTAL_STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -57,53 +47,6 @@ def digits(tmp_path_factory) -> Path:
         path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
     return folder
-
-
-def start(*command: str | Path, data_hosts: str = "") -> subprocess.Popen:
-    """Start a Python program of the example (or a module, with -m)."""
-    job = {"HETERO_TOKEN": "a token", "HETERO_DATA_HOSTS": data_hosts, "PYTHONHASHSEED": "0"}
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        cwd=CODE,
-        env={**os.environ, **job, "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run(*command: str | Path, data_hosts: str = "") -> subprocess.CompletedProcess:
-    """Run one to its end."""
-    with start(*command, data_hosts=data_hosts) as program:
-        try:
-            output, errors = program.communicate(timeout=120)
-        finally:
-            program.kill()
-    return subprocess.CompletedProcess(command, program.returncode, output, errors)
-
-
-def torchrun(ranks: int) -> list[str]:
-    """Return what to put before a program to run it on so many ranks."""
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-
-
-def train(*arguments: str | Path, ranks: int = 0, data_hosts: str = "") -> str:
-    """Run train_dnn.py, which must succeed, and return what it printed; 0 ranks: no torchrun."""
-    command = [*(torchrun(ranks) if ranks else []), "train_dnn.py", *arguments]
-    done = run(*command, data_hosts=data_hosts)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def refusal(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Call train_dnn.py's main function, since starting it takes seconds: how does it end?"""
-    monkeypatch.setattr(sys, "argv", ["train_dnn.py", *command.split()])
-    threads = torch.get_num_threads()
-    with pytest.raises(SystemExit) as end:
-        train_dnn.main()
-    torch.set_num_threads(threads)
-    assert "\n" not in end.value.code
-    return end.value.code
 
 
 def assert_same_model(folder: Path, reference: Path) -> None:
@@ -374,3 +317,22 @@ def test_synthetic_mode_needs_no_data(tmp_path):
 )
 def test_bad_arguments_get_one_sentence(command, message, monkeypatch):
     assert re.search(message, refusal(command, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--processes-per-host 0", "argument --processes-per-host: must be 1 or more, not 0"),
+        ("--data-mode fast", "argument --data-mode: invalid choice: 'fast'"),
+        ("--parallelism zero", "argument --parallelism: invalid choice: 'zero'"),
+        ("--batch-size 0", "argument --batch-size: must be 1 or more, not 0"),
+        ("--batchsize 3", "unrecognized arguments: --batchsize 3"),
+        ("--batch 3", "unrecognized arguments: --batch 3"),
+        ("--train-dir x", "unrecognized arguments: --train-dir x"),
+    ],
+)
+def test_the_launcher_refuses_them_before_anything_else(arguments, words, tmp_path, monkeypatch):
+    """As the job's FailureReason, which SageMaker reads from a file."""
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
+    assert run("launcher.py", *arguments.split()).returncode != 0
+    assert words in (tmp_path / "output" / "failure").read_text()

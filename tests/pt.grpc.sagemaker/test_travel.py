@@ -12,13 +12,14 @@ import json
 import mmap
 import multiprocessing
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,59 +28,48 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, get_worker_info
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from data_hosts import TOKEN, DataHost, Made, assert_same, loader_of, remote, up  # noqa: E402
-from feed import RemoteDataset  # noqa: E402
+from feed import RemoteDataset
+from helpers.data_hosts import DataHost, environment_of, remote, up
+from helpers.datasets import assert_same
 
 Said = Callable[[], str]
-CHECKS: dict[str, Callable[[Said], None]] = {}
+CHECKS: list[str] = []
 MODEL = torch.nn.Linear(100, 100)  # of the training: what a Dataset has no need of
 FACTOR = 3
 
 
 def of_a_script(check: Callable[[Said], None]) -> Callable[[Said], None]:
-    CHECKS[check.__name__] = check
+    CHECKS.append(check.__name__)
     return check
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """How the functions ended in a script with two data hosts: nothing, or a traceback."""
+def run(folder: Path, *names: str) -> dict[str, str]:
+    """How functions, by default all, end in a script with two data hosts: "", or a traceback."""
     hosts = up(DataHost(workers=2), DataHost(workers=1))
-    path = tmp_path_factory.mktemp("travel") / "outcomes"
-    subprocess.run(
-        [sys.executable, __file__, path],
-        env={
-            **os.environ,
-            "HETERO_DATA_HOSTS": ",".join(host.address for host in hosts),
-            "HETERO_TOKEN": TOKEN,
-            "TMPDIR": str(path.parent),
-        },
-        check=True,
-        timeout=100,
-    )
-    yield json.loads(path.read_text())
+    command = [sys.executable, __file__, folder / "outcomes", *names]
+    environment = environment_of(hosts) | {"TMPDIR": str(folder)}
+    subprocess.run(command, env=environment, check=True, timeout=100)
     for host in hosts:
         host.kill()
+    return json.loads((folder / "outcomes").read_text())
 
 
 def main() -> None:
     outcomes = {}
-    for name, check in CHECKS.items():
+    for name in sys.argv[2:] or CHECKS:
         with tempfile.TemporaryFile() as output:  # of this process and the DataLoader's
             os.dup2(output.fileno(), 1)
             try:
-                check(lambda output=output: os.pread(output.fileno(), 1 << 20, 0).decode())
+                globals()[name](lambda file=output: os.pread(file.fileno(), 1 << 20, 0).decode())
                 outcomes[name] = ""
             except BaseException:
                 outcomes[name] = traceback.format_exc()
     Path(sys.argv[1]).write_text(json.dumps(outcomes))
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_from_a_script(outcomes, name):
-    assert not outcomes[name], outcomes[name]
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run(tmp_path_factory.mktemp("travel"))
 
 
 class Table(Dataset):
@@ -168,12 +158,8 @@ def exceptions_of_the_script_come_back_as_they_are_here(said: Said) -> None:
     def transform(value: int) -> int:
         raise Unusable(f"value {value}")
 
-    try:
+    with pytest.raises(Unusable, match="Unusable: value 0"):
         next(iter(DataLoader(RemoteDataset(Table(transform=transform)), num_workers=1)))
-    except Unusable as error:
-        assert "Unusable: value 0" in str(error)
-    else:
-        raise AssertionError
 
 
 class Unusable(Exception):
@@ -191,15 +177,6 @@ def globals_that_travel_along_are_named(said: Said) -> None:
 
 
 # Data
-
-
-@of_a_script
-def a_dataset_goes_to_each_host_once(said: Said) -> None:
-    """Whichever process of the script asks for it, in whichever epoch."""
-    dataset = RemoteDataset(Table([*range(7)]))
-    loader = DataLoader(dataset, batch_size=1, num_workers=2)
-    assert sorted([*loader, *loader, dataset[3]]) == sorted([*range(7), *range(7), 3])
-    assert said().count("feed: Table, 0.0 MB has gone to data host ") == 2
 
 
 @of_a_script
@@ -229,14 +206,6 @@ def memory_mapped_files_stay_files(said: Said) -> None:
     assert "feed: Table, 0.0 MB" in said()
 
 
-@of_a_script
-def memory_mapped_files_that_may_be_written_to_are_refused(said: Said) -> None:
-    for mode in ("r+", "c"):
-        path = Path(tempfile.gettempdir(), "written")
-        path.write_bytes(bytes(80))
-        refused(Table(np.memmap(path, "i8", mode)), r"dataset\.values cannot travel .*mode='r'")
-
-
 def refused(dataset: Dataset, words: str, **options: Any) -> None:
     with pytest.raises(TypeError, match=words):
         next(iter(DataLoader(RemoteDataset(dataset), **options)))
@@ -251,6 +220,10 @@ def what_cannot_travel_is_named(said: Said) -> None:
     )
     parts = [{"a": (0, lock)}]
     refused(Table(transform=parts), r"dataset\.transform\[0\]\['a'\]\[1\] cannot travel")
+    path = Path(tempfile.gettempdir(), "written")
+    path.write_bytes(bytes(80))
+    for mode in ("r+", "c"):  # a mapped file that may be written to
+        refused(Table(np.memmap(path, "i8", mode)), r"dataset\.values cannot travel .*mode='r'")
     init = {"worker_init_fn": lambda number: lock.locked()}
     refused(Table(), r"worker_init_fn -> lock cannot travel", num_workers=1, **init)
 
@@ -329,40 +302,6 @@ def what_fails_while_it_travels_is_an_error(said: Said) -> None:
         RemoteDataset(Once())[0]
 
 
-# Callables
-
-
-def test_a_callable_makes_the_dataset_in_each_worker_of_the_data_hosts(start):
-    """Not before they are forked: an open file would be one for all."""
-    hosts = up(start(workers=3), start())
-    dataset = remote(hosts, functools.partial(Made, 30))
-    assert len(dataset) == 30
-    options = {"batch_size": 7, "shuffle": True, "collate_fn": list}
-    torch.manual_seed(1)
-    expected = list(DataLoader(remote([], lambda: Made(30)), **options))
-    for num_workers in (0, 2):
-        torch.manual_seed(1)
-        assert_same(list(DataLoader(dataset, num_workers=num_workers, **options)), expected)
-    for attempt in (lambda: dataset.length, lambda: setattr(dataset, "length", 3)):
-        with pytest.raises(AttributeError, match="'length' cannot be reached: a callable makes"):
-            attempt()
-    with pytest.raises(FileNotFoundError, match="Caught FileNotFoundError on data host"):
-        len(remote(hosts, functools.partial(np.load, "/not/there")))
-
-
-def test_hosts_whose_callables_make_different_datasets_are_refused(start):
-    others = [
-        start(environment={name: value}) for name, value in [("LENGTH", "31"), ("SHIFT", "1")]
-    ]
-    first, *others = up(start(), *others)
-    for num_workers, other in enumerate(others):
-        made = functools.partial(Made, 30)
-        loader = loader_of([first, other], made, [[0]] * 999, num_workers=num_workers)
-        words = "data hosts have different Datasets: that of .* has .* samples, that of"
-        with pytest.raises(ValueError, match=words):
-            list(loader)
-
-
 # As torch does it
 
 
@@ -403,73 +342,58 @@ def each_worker_there_has_one_thread(said: Said) -> None:
     assert RemoteDataset(Threads())[0] == (1, "1", "1", "1")
 
 
-@of_a_script
-def a_worker_init_fn_that_raises_there_is_called_again(said: Said) -> None:
-    def init(number: int) -> None:
-        if not multiprocessing.parent_process():  # not in the DataLoader's worker
-            raise LookupError("not yet")
-
-    batches = iter(DataLoader(RemoteDataset(Table()), num_workers=1, worker_init_fn=init))
-    for _ in range(9):
-        with pytest.raises(LookupError, match="not yet"):
-            next(batches)
-
-
 # Spawned processes
 
 
+class Noisy(Table):
+    def __getstate__(self) -> dict:
+        print("pickled", flush=True)
+        return self.__dict__
+
+
+def train(rank: int) -> None:
+    dataset = RemoteDataset(Noisy(range(20)))
+    assert dataset[3] == 3
+    options = {"num_workers": 2, "multiprocessing_context": "fork"}
+    for _ in range(2):
+        assert sum(map(sum, DataLoader(dataset, **options))) == sum(range(20))
+
+
+@of_a_script
+def a_dataset_goes_to_each_host_once(said: Said) -> None:
+    """Whichever process of the script asks for it, in whichever epoch: here of ranks."""
+    torch.multiprocessing.spawn(train, nprocs=2)
+    assert said().count("feed: Noisy, 0.0 MB has gone to data host ") == 2
+    # Once by each worker of each epoch, to know whether it is another one now, and to be uploaded.
+    assert said().count("pickled") <= 2 * 2 * 2 * 2
+
+
+def workers_that_are_spawned(said: Said) -> None:
+    """They do it all too."""
+    ten = 10
+    dataset = Table(transform=lambda n: (Pair(Animal(n % 2), torch.rand(2)), random.random(), ten))
+
+    def samples(dataset: Dataset, **options: Any) -> list:
+        torch.manual_seed(1)
+        loader = DataLoader(dataset, 3, shuffle=True, collate_fn=list, **options)
+        return [*loader, *loader]
+
+    expected = samples(remote([], dataset))
+    for method in ("spawn", "forkserver"):
+        options = {"num_workers": 2, "multiprocessing_context": method}
+        assert_same(samples(RemoteDataset(dataset), **options), expected)
+        assert_same(samples(remote([], dataset), **options), expected)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_from_a_script(outcomes, name):
+    assert not outcomes[name], outcomes[name]
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_spawned_workers_do_it_all_too(tmp_path, method):
-    [host] = up(DataHost(workers=2))
-    program = tmp_path / "train.py"
-    program.write_text(SPAWNING.format(path=sys.path, method=method))
-    environment = {"HETERO_DATA_HOSTS": host.address, "HETERO_TOKEN": TOKEN}
-    subprocess.run(
-        [sys.executable, program], env={**os.environ, **environment}, check=True, timeout=100
-    )
-    host.kill()
-
-
-SPAWNING = """
-import random, sys
-import numpy as np, torch
-from torch.utils.data import DataLoader, Dataset
-sys.path[:0] = {path!r}
-from data_hosts import assert_same, remote
-from feed import RemoteDataset
-
-class Sample:
-    def __init__(self, value):
-        self.value = value
-
-class OfTheScript(Dataset):
-    def __init__(self, transform):
-        self.transform, self.rng = transform, np.random.default_rng(0)
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        return self.transform(index), torch.rand(2), random.random(), self.rng.random()
-
-def samples_of(dataset, **options):
-    torch.manual_seed(1)
-    loader = DataLoader(dataset, 3, shuffle=True, collate_fn=list, **options)
-    samples = [sample for _ in range(2) for batch in loader for sample in batch]
-    return [(sample[0].value, *sample[1:]) for sample in samples]
-
-def start():
-    offset = 5
-    dataset = OfTheScript(lambda index: Sample(index + offset))
-    expected = samples_of(remote([], dataset))
-    options = {{"num_workers": 2, "multiprocessing_context": {method!r}}}
-    assert_same(samples_of(RemoteDataset(dataset), **options), expected)
-    assert_same(samples_of(remote([], dataset), **options), expected)
-
-if __name__ == "__main__":
-    start()
-"""
+def test_spawned_workers_from_a_script(tmp_path: Path):
+    [outcome] = run(tmp_path, workers_that_are_spawned.__name__).values()
+    assert not outcome, outcome
 
 
 if __name__ == "__main__":

@@ -1,48 +1,43 @@
 """`make aws`, with the local SageMaker in AWS's place: jobs run, fail, are interrupted, stopped.
 
 The command and its notebooks' kernels are processes of their own, as they are for a user. What
-they ask of AWS goes to an HTTP server in this process, behind which the local SageMaker is.
+they ask of AWS goes to an HTTP server in this process, behind which the local SageMaker is. Before
+the command starts anything: test_aws_asks.py.
 """
 
-import io
 import os
 import pty
-import re
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import boto3
-import nbformat
 import pytest
 from moto.core.exceptions import JsonRESTError
 from moto.core.responses import ActionResult
 from moto.sagemaker.responses import SageMakerResponse
 from moto.server import ThreadedMotoServer
-from moto.servicequotas.responses import ServiceQuotasResponse
 
-from jobs import request
-from pages import ROOT
-from scripts import aws, results, started_jobs
+from helpers.jobs import request
+from helpers.make_aws import (
+    ACCOUNT,
+    BUCKET,
+    Repository,
+    is_training,
+    job,
+    service_quotas,
+    status_of,
+    wait,
+)
+from helpers.waiting import wait_until
+from scripts import aws, started_jobs
 from shared import prices
 
-ACCOUNT, BUCKET = "123456789012", "outputs-of-jobs"
-# Some of the SDK's clients name AWS's own addresses, whatever AWS_ENDPOINT_URL says.
-NOTHING_GOES_OUT = """
-import os, re
-import botocore.handlers
-
-def to_the_server(request, **_):
-    request.url = re.sub(r"https?://[^/]+", os.environ["AWS_ENDPOINT_URL"], request.url)
-
-botocore.handlers.BUILTIN_HANDLERS.append(("before-send", to_the_server))
-"""
 PRIVATE = f"arn:aws:iam::{ACCOUNT}:role/x s3://my-data/x https://my-data.s3.amazonaws.com/y"
 STEPS = (
     "echo torch=2.12.0; echo 'sees   1 GPUs, CUDA 13.0'; "
@@ -63,16 +58,8 @@ def endpoint(local) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def quotas() -> Iterator[dict[str, float]]:
-    """What Service Quotas answers, which moto does not have; an empty one is a refusal."""
-    yours = {f"ml.{kind} for training job usage": 2.0 for kind in ("g5.xlarge", "c6i.4xlarge")}
-
-    def answer(_: ServiceQuotasResponse) -> ActionResult:
-        if not yours:
-            raise JsonRESTError("AccessDeniedException", "User: arn:aws:iam::... is not authorized")
-        return ActionResult({"Quotas": [{"QuotaName": k, "Value": v} for k, v in yours.items()]})
-
-    with mock.patch.object(ServiceQuotasResponse, "list_service_quotas", answer, create=True):
-        yield yours
+    with service_quotas() as quotas:
+        yield quotas
 
 
 @pytest.fixture(autouse=True)
@@ -84,67 +71,6 @@ def no_signal_is_ignored() -> Iterator[None]:
     yield
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
-
-
-class Repository:
-    """A copy of the repository with notebooks of a test's own, in which `make aws` is called."""
-
-    def __init__(self, folder: Path, endpoint: str, role: str):
-        self.folder = folder
-        (folder / "scripts").mkdir()
-        for script in (ROOT / "scripts").glob("*.py"):
-            shutil.copy(script, folder / "scripts")
-        (folder / "shared").symlink_to(ROOT / "shared")
-        (folder / "results").mkdir()
-        requests = Path("tests", "notebooks", "requests")
-        (folder / requests).mkdir(parents=True)
-        for path in aws.NOTEBOOKS:
-            stored = ROOT / requests / "hetero-pytorch-mnist.aws-small.json"
-            shutil.copy(stored, folder / requests / f"{path.stem}.aws-small.json")
-            self.notebook(path)
-        (folder / "sitecustomize.py").write_text(NOTHING_GOES_OUT)
-        others = ("AWS_", "IPYTHONDIR")  # whose start-up file is for this repository's notebooks
-        aws_less = {k: v for k, v in os.environ.items() if not k.startswith(others)}
-        self.environment = aws_less | {
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_CONFIG_FILE": os.devnull,
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_MAX_ATTEMPTS": "1",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": endpoint,
-            "SAGEMAKER_ROLE": role,
-            "PYTHONPATH": str(folder),
-            "XDG_CACHE_HOME": str(folder),  # no prices of the user's own
-        }
-
-    def notebook(self, path: Path, *cells: str, tag: str = "comparison") -> None:
-        """Make these cells the notebook that is called so in the repository."""
-        there = self.folder / path.relative_to(ROOT)
-        there.parent.mkdir(exist_ok=True)
-        code = [nbformat.v4.new_code_cell(c, metadata={"tags": [tag]}) for c in cells]
-        nbformat.write(nbformat.v4.new_notebook(cells=code), there)
-
-    def start(self, *options: str, before: Sequence[str] = (), **settings) -> subprocess.Popen:
-        """Start `make aws`."""
-        return subprocess.Popen(
-            [*before, sys.executable, "-m", "scripts.aws", *options],
-            **{"cwd": self.folder, "env": self.environment, "stdin": subprocess.DEVNULL}
-            | {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            | settings,
-        )
-
-    def run(self, *options: str) -> tuple[int, str]:
-        """Run `make aws` to its end; return its exit status and what it prints."""
-        process = self.start(*options)
-        output = process.communicate(timeout=200)[0]
-        return process.returncode, output
-
-    def page(self) -> str:
-        """The page of results."""
-        [page] = (self.folder / "results").iterdir()
-        return page.read_text()
 
 
 @pytest.fixture
@@ -169,43 +95,6 @@ ModelTrainer(
     compute=Compute(instance_type="ml.m5.large", instance_count=1),
 ).train(wait=True, logs=False)
 """
-
-
-def job(name: str, script: str, seconds: int = 3600, **changes) -> str:
-    """Lines of a notebook that start a job which runs the shell script."""
-    asked = request(name, StoppingCondition={"MaxRuntimeInSeconds": seconds}, **changes)
-    asked["OutputDataConfig"] = {"S3OutputPath": f"s3://{BUCKET}/output"}
-    asked["AlgorithmSpecification"] |= {
-        "TrainingImage": f"{ACCOUNT}.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.12-test",
-        "ContainerEntrypoint": ["bash", "-c", script],
-    }
-    return f"import boto3\nboto3.client('sagemaker').create_training_job(**{asked!r});"
-
-
-def wait(name: str) -> str:
-    return f"from shared import monitoring\nmonitoring.wait({name!r});"
-
-
-def status_of(name: str) -> str:
-    """The job's status on the local SageMaker; empty if there is no such job."""
-    client = boto3.client("sagemaker")
-    jobs = client.list_training_jobs(NameContains=name)["TrainingJobSummaries"]
-    return next((j["TrainingJobStatus"] for j in jobs if j["TrainingJobName"] == name), "")
-
-
-def is_training(name: str) -> bool:
-    """Whether the job's hosts have started."""
-    if not status_of(name):
-        return False
-    job = boto3.client("sagemaker").describe_training_job(TrainingJobName=name)
-    return job["SecondaryStatus"] == "Training"
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.1)
 
 
 def assert_private(page: str) -> None:
@@ -304,7 +193,7 @@ def test_ctrl_c_stops_also_what_is_started_meanwhile(repository: Repository):
     starts = [job(name, "sleep 100") + "\ntime.sleep(0.4)\n" for name in names]
     repository.notebook(HELLO, stubborn + "".join(starts))
     process = repository.start("--yes")
-    wait_until(lambda: is_training(names[0]))
+    wait_until(lambda: is_training(names[0]), seconds=60)
     for _ in range(3):
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
@@ -329,7 +218,7 @@ def test_closing_the_terminal_stops_the_jobs(repository: Repository):
     while b"Start? [y/N]" not in text:
         text += os.read(ours, 1000)
     os.write(ours, b"y\n")
-    wait_until(lambda: is_training("aws-closed"))
+    wait_until(lambda: is_training("aws-closed"), seconds=60)
     os.close(ours)
     assert process.wait(timeout=60) == 1
     assert status_of("aws-closed") in ("Stopping", "Stopped")
@@ -347,7 +236,7 @@ def test_a_dead_kernels_jobs_are_stopped(repository: Repository):
 def test_what_a_killed_run_leaves_can_be_stopped(repository: Repository):
     repository.notebook(HELLO, job("aws-left", "sleep 100"), wait("aws-left"))
     process = repository.start("--yes")
-    wait_until(lambda: is_training("aws-left"))
+    wait_until(lambda: is_training("aws-left"), seconds=60)
     process.kill()
     output = process.communicate(timeout=60)[0]
     assert f"stop its jobs yourself: {aws.STOP}" in output
@@ -369,7 +258,7 @@ def test_a_run_that_goes_on_can_be_stopped(goes_on: bool, repository: Repository
     following = [job(second, "echo ready"), wait(second)] if goes_on else []
     repository.notebook(HELLO, job(first, UNTIL_STOPPED), wait(first), *following)
     process = repository.start("--yes")
-    wait_until(lambda: is_training(first))
+    wait_until(lambda: is_training(first), seconds=60)
     assert repository.run("--stop") == (0, f"Stopped {first}.\n")
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 1, output
@@ -395,7 +284,7 @@ def test_a_job_that_its_limit_cuts_off_is_a_failure(repository: Repository):
 def test_nohup_is_respected(repository: Repository):
     repository.notebook(HELLO, job("aws-nohup", "echo ready; sleep 3"), wait("aws-nohup"))
     process = repository.start("--yes", before=["nohup"])
-    wait_until(lambda: is_training("aws-nohup"))
+    wait_until(lambda: is_training("aws-nohup"), seconds=60)
     process.send_signal(signal.SIGHUP)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 0, output
@@ -434,94 +323,3 @@ def test_a_job_is_not_forgotten_while_aws_does_not_answer(repository: Repository
         text=True,
     )
     assert done.stdout == "([], ['a'])\n", done.stderr
-
-
-@pytest.fixture
-def refusal(
-    local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> Callable[[], str]:
-    """`make aws` in this process, up to its refusal, which is one line."""
-    monkeypatch.setattr(sys, "argv", ["aws"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # no terminal
-    monkeypatch.setattr(aws, "BUILD", tmp_path)
-    monkeypatch.setattr(aws, "run", lambda *_: pytest.fail("it has started"))
-    monkeypatch.setattr(aws, "planned", lambda: [("hello", {"ml.g5.xlarge": 2})])
-    monkeypatch.setenv("SAGEMAKER_ROLE", local.role)
-
-    def refuse() -> str:
-        with pytest.raises(SystemExit) as exit_:
-            aws.main()
-        assert str(exit_.value).count("\n") == 0
-        return f"{capsys.readouterr().out}{exit_.value}"
-
-    return refuse
-
-
-def test_jobs_that_may_still_run_are_not_forgotten(refusal):
-    (aws.BUILD / "aws-jobs.us-east-1.txt").write_text("a-job\n")
-    assert aws.STOP in refusal()
-
-
-def test_it_needs_a_region(refusal, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("AWS_DEFAULT_REGION")
-    assert "AWS_DEFAULT_REGION=us-east-1" in refusal()
-
-
-def test_it_needs_credentials(refusal, monkeypatch: pytest.MonkeyPatch):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    assert "AWS does not know you (Unable to locate credentials)" in refusal()
-
-
-@pytest.mark.parametrize("role", ["", "MyRole"])
-def test_it_needs_a_role(role: str, refusal, monkeypatch: pytest.MonkeyPatch):
-    """Which an IAM user, as moto's caller is, has to name."""
-    monkeypatch.setenv("SAGEMAKER_ROLE", role)
-    assert "set SAGEMAKER_ROLE to the ARN" in refusal()
-
-
-def test_it_needs_quotas(refusal, quotas: dict[str, float]):
-    quotas["ml.g5.xlarge for training job usage"] = 1.0
-    assert "us-east-1: ml.g5.xlarge for training job usage: 2." in refusal()
-
-
-@pytest.mark.parametrize("why", ["needs servicequotas:ListServiceQuotas", "not listed"])
-def test_quotas_that_cannot_be_checked_are_named(why: str, refusal, quotas: dict[str, float]):
-    quotas.clear()
-    if why == "not listed":
-        quotas["Another"] = 1.0
-    assert re.search(rf"ml.g5.xlarge for training job usage: 2 \(.*{why}", refusal())
-
-
-def test_it_starts_only_for_somebody_who_says_yes(refusal, monkeypatch: pytest.MonkeyPatch):
-    assert "nobody to ask" in refusal()
-    terminal = io.StringIO("no\n")
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdin", terminal)
-    assert refusal().endswith("Nothing was started.")
-
-
-def test_the_plan_is_what_the_notebooks_ask_for():
-    """As far as tests/notebooks/requests/ is, which test_requests.py compares with them."""
-    assert sorted(aws.NOTEBOOKS) == sorted(ROOT.glob("*.sagemaker/*.ipynb"))
-    names = [name for name, _ in aws.planned()]
-    assert len(names) == len(set(names)) >= 8
-    hello = nbformat.read(HELLO, as_version=4)
-    assert "TARGET" not in "".join(cell.source for cell in hello.cells[3:])  # the same on any
-
-
-@pytest.mark.parametrize(
-    "text, left",
-    [
-        ("role 'arn:aws-cn:iam::1:role/service-role/x', and", "role '<ARN>', and"),
-        ("in sagemaker-eu-west-1-210987654321.", "in <bucket>."),
-        ("account 210987654321, job-20261122035239", "account <account>, job-20261122035239"),
-        ("210987654321.dkr.ecr.us-east-1.aws/x:1", "<account>.dkr.ecr.us-east-1.aws/x:1"),
-        ("(s3://mine/data/x)", "(s3://<bucket>/data/x)"),
-        (f"{Path.home()}/code", "~/code"),
-        ("TheRole may not, TheRoles may", "<name> may not, TheRoles may"),
-    ],
-)
-def test_what_is_private_is_left_out(text: str, left: str):
-    assert results.redact(text, ["TheRole"]) == left

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pages import ROOT
+from helpers.pages import ROOT
 
 # Each counts its own runs, and fails in some of them.
 TEST = """

@@ -12,7 +12,7 @@ import nbformat
 import psutil
 import pytest
 
-from pages import ROOT
+from helpers.pages import ROOT
 
 SAY_AND_WAIT = """
 import os, time

@@ -4,7 +4,6 @@ The packages come from uv's cache where the set-up of these tests has left them.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pages import ROOT
+from helpers.pages import copy_repository
 
 CACHE = os.environ.get("UV_CACHE_DIR", Path.home() / ".cache" / "uv")
 
@@ -21,11 +20,7 @@ CACHE = os.environ.get("UV_CACHE_DIR", Path.home() / ".cache" / "uv")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository's files in another place, which nothing has been set up in."""
     folder = tmp_path_factory.mktemp("a b") / "ü"
-    names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
-    for path in filter(Path.is_file, (ROOT / name for name in names if name)):
-        target = folder / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, target)
+    copy_repository(folder)
     return folder
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pages import ROOT
+from helpers.pages import ROOT
 
+pytestmark = pytest.mark.quick
 WEEKLY = yaml.safe_load((ROOT / ".github" / "workflows" / "newest.yml").read_text())
 STEPS = {step["name"]: step for step in WEEKLY["jobs"]["demo"]["steps"] if "name" in step}
 

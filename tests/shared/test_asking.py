@@ -13,12 +13,10 @@ import pytest
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from botocore.exceptions import ClientError, EndpointConnectionError, UnauthorizedSSOTokenError
 from moto import mock_aws
-from moto.core import DEFAULT_ACCOUNT_ID
-from moto.sagemaker.models import sagemaker_backends
 
-from jobs import request
-from shared import bottleneck, costs, jobs, monitoring
-from shared.logs import LOG_GROUP
+from helpers.ended_jobs import put_job, put_log
+from shared import costs, monitoring
+from shared.monitoring import bottleneck, describe
 
 DESCRIBE = "sagemaker.DescribeTrainingJob"
 
@@ -57,17 +55,8 @@ def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     log_in(tmp_path / "credentials", "FIRST")
     with mock_aws():
         monkeypatch.setattr(boto3, "DEFAULT_SESSION", boto3.Session(profile_name="mine"))
-        config = {"InstanceType": "ml.p3.2xlarge", "InstanceCount": 1, "VolumeSizeInGB": 1}
-        boto3.client("sagemaker").create_training_job(**request("job", ResourceConfig=config))
-        record = sagemaker_backends[DEFAULT_ACCOUNT_ID]["us-east-1"].training_jobs["job"]
-        record.billable_time_in_seconds = 60
-        client = boto3.client("logs")
-        stream = {"logGroupName": LOG_GROUP, "logStreamName": "job/algo-1-1700000000"}
-        client.create_log_group(logGroupName=LOG_GROUP)
-        client.create_log_stream(**stream)
-        now = int(record.creation_time.timestamp() * 1000)
-        line = {"timestamp": now, "message": "step=1 step_time_ms=12.5"}
-        client.put_log_events(**stream, logEvents=[line])
+        put_job("job", billable_time_in_seconds=60)
+        put_log("job", "algo-1", ["step=1 step_time_ms=12.5"])
         yield tmp_path / "credentials"
 
 
@@ -101,8 +90,8 @@ def instead(operation: str, answer: Callable[[str], object]) -> list[str]:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between attempts, which take no time here, but the clock goes on by them."""
     pauses = []
-    monkeypatch.setattr(jobs.time, "sleep", pauses.append)
-    monkeypatch.setattr(jobs.time, "monotonic", lambda: sum(pauses))
+    monkeypatch.setattr(describe.time, "sleep", pauses.append)
+    monkeypatch.setattr(describe.time, "monotonic", lambda: sum(pauses))
     return pauses
 
 
@@ -142,15 +131,9 @@ def test_after_minutes_it_is_raised_as_it_is(answer, kind, said, pauses, capsys)
     assert 600 <= sum(pauses) < 630 and capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        error("ValidationException", "Requested resource not found."),
-        error("ResourceNotFound", "Requested resource not found."),
-    ],
-)
-def test_no_job_is_no_job_at_once(answer, pauses):
-    instead(DESCRIBE, lambda _: answer)
+@pytest.mark.parametrize("code", ["ValidationException", "ResourceNotFound"])
+def test_no_job_is_no_job_at_once(code, pauses):
+    instead(DESCRIBE, lambda _: error(code, "Requested resource not found."))
     with pytest.raises(ValueError, match=r"^No training job 'job' .*resource not found\."):
         monitoring.wait("job")
     assert pauses == []
@@ -165,13 +148,13 @@ def test_what_is_not_allowed_is_not_asked_again(code, operation, pauses, capsys)
     said = capsys.readouterr().err
     assert said.startswith("AWS does not allow that to these credentials: ")
     assert operation.split(".")[1] in said and "You are not authorized to perform that." in said
-    assert said.endswith("docs/permissions.md.)\n") and said.count("\n") == 1 and pauses == []
+    assert said.endswith("docs/aws.md.)\n") and said.count("\n") == 1 and pauses == []
 
 
 def test_new_keys_in_the_file_are_taken(keys, pauses, monkeypatch):
     """As temporary keys are renewed; the default session would read the file only once."""
     asked = instead(DESCRIBE, lambda header: expired() if "FIRST" in header else None)
-    monkeypatch.setattr(jobs.time, "sleep", lambda _: log_in(keys, "SECOND"))
+    monkeypatch.setattr(describe.time, "sleep", lambda _: log_in(keys, "SECOND"))
     assert monitoring.wait("job")["TrainingJobStatus"] == "Completed"
     assert len(asked) == 2
 
@@ -194,5 +177,5 @@ def test_figures_outlast_it_too(operation, pauses):
     failing = [away]
     asked = instead(operation, lambda _: failing.pop()() if failing else None)
     assert list(bottleneck.observe("job").steps["step"]) == [1]
-    assert list(costs.compare(["job"])["step time (ms)"]) == [12.5]
+    assert list(costs.compare({"job": "job"})["step time (ms)"]) == [12.5]
     assert len(asked) > 1 and pauses == [1]

@@ -5,19 +5,16 @@ import sys
 
 import pytest
 
-from pages import ROOT
+from helpers.pages import ROOT
 
+pytestmark = pytest.mark.quick
 ADVISOR = "shared.advisor --instance ml.p4d.24xlarge --step-ms 192 --accelerator-ms 80"
 
 
-@pytest.mark.parametrize(
-    "command, first",
-    [(ADVISOR, "Verdict: go heterogeneous"), ("shared.costs --published", "TensorFlow")],
-)
-def test_head_may_end_before_the_command(command: str, first: str):
-    for lines, expected in ((0, ""), (1, first)):  # head -n 0 ends without reading
+def test_head_may_end_before_the_command():
+    for lines, expected in ((0, ""), (1, "Verdict: go heterogeneous")):  # head -n 0 reads nothing
         done = subprocess.run(
-            ["bash", "-c", f"set -o pipefail; '{sys.executable}' -m {command} | head -n {lines}"],
+            ["bash", "-c", f"set -o pipefail; '{sys.executable}' -m {ADVISOR} | head -n {lines}"],
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -1,45 +1,15 @@
-"""Logs, step lines and status of training jobs, read from moto's CloudWatch Logs and SageMaker."""
+"""What a job's hosts have printed, its step lines, and the wait for its end."""
 
 import json
 import math
 import re
-from datetime import datetime, timezone
 
-import boto3
 import pytest
-from moto import mock_aws
-from moto.core import DEFAULT_ACCOUNT_ID
-from moto.sagemaker.models import sagemaker_backends
 
-from jobs import request
+from helpers.ended_jobs import put_job, put_log
 from shared import monitoring
 
-LOG_GROUP = "/aws/sagemaker/TrainingJobs"
-NOW = int(datetime.now(timezone.utc).timestamp() * 1000)
-
-
-@pytest.fixture(autouse=True)
-def aws(monkeypatch):
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    with mock_aws():
-        yield
-
-
-def write_log(
-    job: str, host: str, lines: list[str], every_ms: int = 10, offset_ms: int = 0, start: int = 1700
-):
-    """Write a host's log to the stream that SageMaker would write it to."""
-    client = boto3.client("logs")
-    stream = {"logGroupName": LOG_GROUP, "logStreamName": f"{job}/{host}-{start}000000"}
-    if not client.describe_log_groups()["logGroups"]:
-        client.create_log_group(logGroupName=LOG_GROUP)
-    client.create_log_stream(**stream)
-    events = [
-        {"timestamp": NOW + offset_ms + i * every_ms, "message": line}
-        for i, line in enumerate(lines)
-    ]
-    for i in range(0, len(events), 5000):
-        client.put_log_events(**stream, logEvents=events[i : i + 5000])
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("aws")]
 
 
 def start_up(host: str, group: str) -> list[str]:
@@ -47,16 +17,11 @@ def start_up(host: str, group: str) -> list[str]:
 
     `cat` of a file without a final newline and bash's trace of the next command share a line.
     """
-    resource_config = {
-        "current_host": host,
-        "current_group_name": group,
-        "instance_groups": [
-            {"instance_group_name": "other", "instance_type": "ml.m5.xlarge", "hosts": ["algo-9"]},
-        ],
-    }
+    other = {"instance_group_name": "other", "instance_type": "ml.m5.xlarge", "hosts": ["algo-9"]}
+    config = {"current_host": host, "current_group_name": group, "instance_groups": [other]}
     return [
         "+ cat /opt/ml/input/config/resourceconfig.json",
-        json.dumps(resource_config) + "+ echo",
+        json.dumps(config) + "+ echo",
         "SM_MODEL_DIR=/opt/ml/model",
         "+ echo 'Executing command: exec python launcher.py'",
         "Executing command: exec python launcher.py",
@@ -71,51 +36,48 @@ STEP_LINES = [
 ]
 
 
-def test_two_hosts_come_in_order_of_time_with_their_groups():
-    write_log("job", "algo-1", start_up("algo-1", "dnn_group") + ["a1", "a2"])
+def test_hosts_come_in_order_of_time_with_their_groups():
+    put_log("job", "algo-1", start_up("algo-1", "dnn_group") + ["a1", "a2"])
     introduction = "host=algo-2 group=data_group instance_type=ml.c5.9xlarge rank=0"
-    write_log("job", "algo-2", [introduction, "b1", "b2"], offset_ms=5)
-    write_log("job", "algo-10", ["says nothing of its group"])
-    write_log("job-2", "algo-1", ["another job's log"])
-
+    put_log("job", "algo-2", [introduction, "b1", "b2"], at_s=0.005)
+    put_log("job", "algo-10", ["says nothing of its group"])
+    put_log("job-2", "algo-1", ["another job's log"])
     lines = monitoring.logs("job")
     assert [line.time for line in lines] == sorted(line.time for line in lines)
-    assert [line.text for line in lines[:4]] == [
-        "+ cat /opt/ml/input/config/resourceconfig.json",
-        "says nothing of its group",
-        introduction,
-        lines[3].text,
-    ]
+    texts = [line.text for line in lines]
+    assert texts[1:3] == ["says nothing of its group", introduction]
+    assert "another job's log" not in texts
     assert {(line.host, line.group) for line in lines} == {
         ("algo-1", "dnn_group"),
         ("algo-2", "data_group"),
         ("algo-10", "unknown"),
     }
-    assert "another job's log" not in [line.text for line in lines]
 
 
 def test_reads_all_pages_and_keeps_the_order_of_lines_of_one_millisecond():
     written = [f"line {i}" for i in range(10_050)]  # a page has at most 10,000
-    write_log("job", "algo-1", written, every_ms=0)
+    put_log("job", "algo-1", written, every_s=0)
     assert [line.text for line in monitoring.logs("job")] == written
 
 
 def test_no_log_is_a_clear_error():
     with pytest.raises(ValueError, match="There is no log of training job 'job'"):
         monitoring.logs("job")  # not even the log group
-    write_log("other", "algo-1", ["text"])
+    put_log("other", "algo-1", ["text"])
     with pytest.raises(ValueError, match="There is no log of training job 'job'"):
         monitoring.logs("job")
 
 
 def test_show_logs_leaves_out_start_up_and_shortens(capsys):
-    write_log("job", "algo-1", start_up("algo-1", "dnn_group") + ["x" * 300, "first", "second"])
-    write_log("job", "algo-2", start_up("algo-2", "data_group") + ["serving"])
-    write_log("job", "algo-10", start_up("algo-10", "data_group") + ["serving"])
+    put_log("job", "algo-1", start_up("algo-1", "dnn_group") + ["x" * 300, "first", "second"])
+    put_log("job", "algo-2", start_up("algo-2", "data_group") + ["serving"])
+    failed = start_up("algo-10", "data_group")[:3] + ["No space left on device"]
+    put_log("job", "algo-10", failed)
 
     monitoring.show_logs("job", last=2)
     data, dnn = capsys.readouterr().out.split("== dnn_group / algo-1 ")
     assert data.startswith("== data_group / algo-2 (1 lines)") and "serving" in data
+    assert "No space left on device" in data and "SM_MODEL_DIR" not in data
     assert dnn.startswith("(last 2 of 3 lines)")
     assert [line[9:] for line in dnn.splitlines()[1:]] == ["first", "second"]
 
@@ -124,49 +86,16 @@ def test_show_logs_leaves_out_start_up_and_shortens(capsys):
     assert "algo-2" not in shown and "SM_MODEL_DIR" not in shown and "exec python" not in shown
     assert max(len(line) for line in shown.splitlines()) == 96
 
-    monitoring.show_logs("job", host="algo-2", skip_setup=False)
-    assert "SM_MODEL_DIR" in capsys.readouterr().out
-
     known = "algo-2 in data_group, algo-10 in data_group, algo-1 in dnn_group"
-    with pytest.raises(ValueError, match=f"group='gpu'.* has {known}"):
+    with pytest.raises(ValueError, match=f"No host is in 'gpu': .* has {known}"):
         monitoring.show_logs("job", group="gpu")
 
 
-def test_a_name_that_a_restart_gave_to_a_host_of_another_group_is_two_hosts(capsys):
-    write_log("job", "algo-1", ["host=algo-1 group=data_group instance_type=any", "interrupted"])
-    write_log(
-        "job", "algo-1", ["host=algo-1 group=dnn_group instance_type=any", "trains"], 10, 50, 1701
-    )
-    monitoring.show_logs("job", group="dnn_group")
-    shown = capsys.readouterr().out
-    assert "== dnn_group / algo-1, attempt 2 of 2 (2 lines)" in shown
-    assert "interrupted" not in shown
-
-
-def test_a_restart_is_seen_though_hosts_have_printed_nothing_before_it():
-    """algo-2 has lines of the second attempt only, the first of them before all of algo-1's."""
-    write_log("job", "algo-1", ["workers=1"])
-    write_log("job", "algo-2", ["workers=2", "workers=2"], 20, 40, 1701)
-    write_log("job", "algo-1", ["workers=4"], 10, 50, 1701)
-    assert monitoring.logged("job", "workers") == 2
-    write_log("job", "algo-1", ["workers=8"], 10, 100, 1702)
-    write_log("job", "algo-2", ["workers=10"], 10, 110, 1702)
-    assert monitoring.logged("job", "workers") == 9
-    assert {line.attempt for line in monitoring.logs("job")} == {3}
-
-
-def test_a_host_that_failed_during_start_up_shows_why(capsys):
-    write_log("job", "algo-1", start_up("algo-1", "dnn_group")[:3] + ["No space left on device"])
-    monitoring.show_logs("job")
-    shown = capsys.readouterr().out
-    assert "No space left on device" in shown and "SM_MODEL_DIR" not in shown
-
-
-def test_side_by_side_columns_are_as_wide_as_their_text(capsys, monkeypatch):
-    write_log("job", "algo-1", start_up("algo-1", "dnn_group") + ["a < b"])
-    write_log("job", "algo-2", start_up("algo-2", "data_group") + ["serving", "done"])
+def test_side_by_side_columns_are_as_wide_as_their_text(monkeypatch):
+    put_log("job", "algo-1", start_up("algo-1", "dnn_group") + ["a < b"])
+    put_log("job", "algo-2", start_up("algo-2", "data_group") + ["serving", "done"])
     shown = []
-    monkeypatch.setattr("shared.logs.display", lambda data, raw: shown.append(data))
+    monkeypatch.setattr("shared.monitoring.log.display", lambda data, raw: shown.append(data))
     monitoring.show_logs("job", side_by_side=True)
     first, second, third = shown[0]["text/plain"].splitlines()
     assert re.match(
@@ -178,16 +107,38 @@ def test_side_by_side_columns_are_as_wide_as_their_text(capsys, monkeypatch):
     assert "serving" in left and "a &lt; b" in right
 
 
-def test_steps_are_a_typed_table():
-    write_log(
-        "job", "algo-1", ["Namespace(step=3)", *STEP_LINES, "training finished after step 30"]
-    )
+def test_a_name_that_a_restart_gave_to_a_host_of_another_group_is_two_hosts(capsys):
+    put_log("job", "algo-1", ["host=algo-1 group=data_group instance_type=any", "interrupted"])
+    again = ["host=algo-1 group=dnn_group instance_type=any", "trains"]
+    put_log("job", "algo-1", again, at_s=0.05, attempt=2)
+    monitoring.show_logs("job", group="dnn_group")
+    shown = capsys.readouterr().out
+    assert "== dnn_group / algo-1, attempt 2 of 2 (2 lines)" in shown
+    assert "interrupted" not in shown
+
+
+def test_a_restart_is_seen_though_hosts_have_printed_nothing_before_it():
+    """algo-2 has lines of the second attempt only, the first of them before all of algo-1's."""
+    put_log("job", "algo-1", ["workers=1"])
+    put_log("job", "algo-2", ["workers=2", "workers=2"], 0.04, 0.02, attempt=2)
+    put_log("job", "algo-1", ["workers=4"], 0.05, attempt=2)
+    assert monitoring.logged("job", "workers") == 2
+    put_log("job", "algo-1", ["workers=8"], 0.1, attempt=3)
+    put_log("job", "algo-2", ["workers=10"], 0.11, attempt=3)
+    assert monitoring.logged("job", "workers") == 9
+    assert {line.attempt for line in monitoring.logs("job")} == {3}
+
+
+def test_steps_are_a_typed_table_with_the_rows_of_all_ranks():
+    put_log("job", "algo-1", ["Namespace(step=3)", *STEP_LINES, "finished after step 30"])
+    put_log("job", "algo-2", STEP_LINES[:1], at_s=1)
     table = monitoring.steps("job")
-    assert list(table["step"]) == [10, 20, 30] and table["step"].dtype == int
+    assert list(table["step"]) == [10, 20, 30, 10] and table["step"].dtype == int
     assert list(table["loss"][:2]) == [2.25, 1e-05] and table["loss"].isna()[2]
-    assert list(table["step_time_ms"]) == [12.34, 11.0, 13.5]
-    assert list(table["samples_per_s"]) == [10372.1, 11000, 9000.5]
-    assert set(table["host"]) == {"algo-1"} and str(table["time"].dt.tz) == "UTC"
+    assert list(table["step_time_ms"]) == [12.34, 11.0, 13.5, 12.34]
+    assert list(table["samples_per_s"]) == [10372.1, 11000, 9000.5, 10372.1]
+    assert list(table["host"]) == ["algo-1"] * 3 + ["algo-2"]
+    assert str(table["time"].dt.tz) == "UTC"
 
 
 # What a line of one's own may say, and what of it is in the table.
@@ -196,20 +147,22 @@ OWN_LINES = {
     "step=1 time=12 host=gpu7 step_time_ms=12.5": {},
     "step=1, loss=0.5, best (acc=0.75), step_time_ms=12.5.": {"loss": 0.5, "acc": 0.75},
     "step=1,loss=0.5,phase=train,step_time_ms=12.5": {"loss": 0.5},
-    "step=1 loss=inf aux=nan grad=-inf step_time_ms=12.5ms": {
-        "loss": math.inf,
-        "aux": math.nan,
-        "grad": -math.inf,
-    },
+    "step=1 loss=inf aux=nan step_time_ms=12.5ms": {"loss": math.inf, "aux": math.nan},
     "INFO:root:step=1 loss=0.5 step_time_ms=12.5 val/loss=0.9": {"loss": 0.5, "val/loss": 0.9},
     "step=1 step_time_ms=12.5 loss=0.5 loss=0.9 step=7": {"loss": 0.5},
     "step=1 step_time_ms=12.5 samples_per_s=10,372.1 data_wait_ms=1.2s loss=": {},
+    STEP_LINES[0].replace("10 ", "1 ", 1).replace("12.34", "12.5"): {
+        "loss": 2.25,
+        "epoch": 1,
+        "data_wait_ms": 4.56,
+        "samples_per_s": 10372.1,
+    },
 }
 
 
 @pytest.mark.parametrize("line", OWN_LINES)
 def test_what_else_a_step_line_says_breaks_and_replaces_nothing(line):
-    write_log("job", "algo-1", [line, STEP_LINES[0]])
+    put_log("job", "algo-1", [line, STEP_LINES[0]])
     table = monitoring.steps("job")
     assert list(table["step"]) == [1, 10] and list(table["step_time_ms"]) == [12.5, 12.34]
     assert list(table["host"]) == ["algo-1"] * 2 and str(table["time"].dt.tz) == "UTC"
@@ -221,94 +174,58 @@ def test_what_else_a_step_line_says_breaks_and_replaces_nothing(line):
             assert float(found[1]) == table[metric["Name"]][0]
 
 
-def test_ranks_that_print_the_same_step_are_rows_each():
-    write_log("job", "algo-1", STEP_LINES[:1] * 2)
-    write_log("job", "algo-2", STEP_LINES[:1])
-    table = monitoring.steps("job")
-    assert list(table["step"]) == [10] * 3 and set(table["host"]) == {"algo-1", "algo-2"}
+def test_metric_definitions_find_all_of_a_step_line_and_nothing_in_the_last():
+    regexes = [metric["Regex"] for metric in monitoring.METRIC_DEFINITIONS]
+    assert [re.search(r, STEP_LINES[0])[1] for r in regexes] == ["2.25", "12.34", "4.56", "10372.1"]
+    last_line = "training finished after step 150: loss 0.0827"  # of one batch, not of an interval
+    assert not any(re.search(regex, last_line) for regex in regexes)
 
 
-UNREADABLE = ["step=10/100 step_time_ms=12.3", "step=2 step_time_ms=1.2s", "step=3 step_time_ms="]
-
-
-@pytest.mark.parametrize("line", UNREADABLE)
+@pytest.mark.parametrize(
+    "line", ["step=10/100 step_time_ms=12.3", "step=2 step_time_ms=1.2s", "step=3 step_time_ms="]
+)
 def test_a_step_line_without_its_numbers_is_named(line, capsys):
-    write_log("job", "algo-1", [*STEP_LINES, line])
+    put_log("job", "algo-1", [*STEP_LINES, line])
     assert list(monitoring.steps("job")["step"]) == [10, 20, 30]
     said = f"1 of 4 step lines cannot be read, such as {line!r} of algo-1: step must be"
     assert said in capsys.readouterr().err
-    write_log("bad", "algo-1", [line])
-    with pytest.raises(ValueError, match="1 of 1 step lines") as error:
+    put_log("bad", "algo-1", [line])
+    with pytest.raises(ValueError, match=f"1 of 1 step lines .*{re.escape(repr(line))}"):
         monitoring.steps("bad")
-    assert repr(line) in str(error.value)
 
 
-def test_no_step_lines_is_a_clear_error():
-    write_log("job", "algo-1", ["training finished after step 30: loss 0.1"])
+def test_logged_is_the_median_over_all_hosts():
+    put_log("job", "algo-1", ["data_ms_per_sample=2.5 workers=8", "workers=4", "workers=none"])
+    put_log("job", "algo-2", ["dnn_workers=1 workers=6.", "lr=-1.5e-3,", "version=1.10.2"])
+    assert monitoring.logged("job", "workers") == 6
+    assert monitoring.logged("job", "data_ms_per_sample") == 2.5
+    assert monitoring.logged("job", "lr") == -0.0015
+    for key in ("version", "loss"):
+        with pytest.raises(ValueError, match=f"No host of training job 'job' has logged .* {key}="):
+            monitoring.logged("job", key)
     with pytest.raises(ValueError, match="'job' has no step lines"):
         monitoring.steps("job")
 
 
-def test_logged_is_the_median_over_all_hosts():
-    write_log("job", "algo-1", ["data_ms_per_sample=2.5 workers=8", "workers=4", "workers=none"])
-    write_log("job", "algo-2", ["dnn_workers=1 workers=6.", "lr=-1.5e-3,", "version=1.10.2"])
-    assert monitoring.logged("job", "workers") == 6
-    assert monitoring.logged("job", "data_ms_per_sample") == 2.5
-    assert monitoring.logged("job", "lr") == -0.0015
-    with pytest.raises(ValueError, match="has logged a number as version="):
-        monitoring.logged("job", "version")
-    with pytest.raises(ValueError, match="No host of training job 'job' has logged .* as loss="):
-        monitoring.logged("job", "loss")
-
-
-def test_metric_definitions_match_the_step_line():
-    found = {
-        metric["Name"]: re.search(metric["Regex"], STEP_LINES[0])[1]
-        for metric in monitoring.METRIC_DEFINITIONS
-    }
-    last_line = "training finished after step 150: loss 0.0827"  # of one batch, not of an interval
-    assert not any(re.search(m["Regex"], last_line) for m in monitoring.METRIC_DEFINITIONS)
-    assert found == {
-        "loss": "2.25",
-        "step_time_ms": "12.34",
-        "data_wait_ms": "4.56",
-        "samples_per_s": "10372.1",
-    }
-
-
-def test_plot_steps_draws_both_series_of_each_job():
-    write_log("one", "algo-1", STEP_LINES)
-    write_log("two", "algo-1", STEP_LINES[:2])
+def test_plot_steps_draws_step_time_and_what_data_costs_of_it():
+    put_log("one", "algo-1", STEP_LINES)
+    put_log("two", "algo-1", STEP_LINES[:2])
+    put_log("synthetic", "algo-1", ["step=1 step_time_ms=11", "step=2 step_time_ms=12"])
     step_time, data_wait = monitoring.plot_steps({"first": "one", "second": "two"}).axes
     assert [line.get_label() for line in step_time.lines] == ["first", "second"]
     assert [list(line.get_ydata()) for line in step_time.lines] == [[12.34, 11, 13.5], [12.34, 11]]
     assert [list(line.get_ydata()) for line in data_wait.lines] == [[4.56, 0, 0.1], [4.56, 0]]
-
-
-def test_with_the_job_without_data_plot_steps_draws_what_data_costs():
-    write_log("one", "algo-1", STEP_LINES)
-    write_log("synthetic", "algo-1", ["step=1 step_time_ms=11", "step=2 step_time_ms=12"])
     step_time, costs = monitoring.plot_steps({"first": "one"}, synthetic_job="synthetic").axes
     assert [line.get_label() for line in step_time.lines] == ["a step without data", "first"]
     assert set(step_time.lines[0].get_ydata()) == {11.5}
     assert list(costs.lines[0].get_ydata()) == pytest.approx([0.84, 0, 2])
-
-
-def test_plot_steps_of_a_script_that_does_not_log_its_waiting():
-    write_log("one", "algo-1", ["step=1 step_time_ms=12", "step=2 step_time_ms=11"])
-    step_time, data_wait = monitoring.plot_steps(["one"]).axes
-    assert list(step_time.lines[0].get_ydata()) == [12, 11] and not data_wait.lines
-
-
-def start_job(name: str):
-    """Start a training job in moto; return moto's record, which steers it."""
-    boto3.client("sagemaker").create_training_job(**request(name))
-    return sagemaker_backends[DEFAULT_ACCOUNT_ID]["us-east-1"].training_jobs[name]
+    # A script of one's own may not log its waiting.
+    step_time, data_wait = monitoring.plot_steps({"": "synthetic"}).axes
+    assert list(step_time.lines[0].get_ydata()) == [11, 12] and not data_wait.lines
 
 
 def test_wait_prints_each_change_of_status_once(monkeypatch, capsys):
-    job = start_job("job")
-    job.training_job_status = "InProgress"
+    job = put_job(training_job_status="InProgress")
     sleeps = []
 
     def next_poll(seconds: float) -> None:
@@ -321,20 +238,14 @@ def test_wait_prints_each_change_of_status_once(monkeypatch, capsys):
             job.training_job_status = "Completed"
             job.billable_time_in_seconds = 58
 
-    monkeypatch.setattr(monitoring.time, "sleep", next_poll)
-    description = monitoring.wait("job", poll_seconds=0.5)
-    assert description["TrainingJobStatus"] == "Completed" and sleeps == [0.5] * 3
-    shown = re.findall(r"^ +\d+\.\d s  (\S+ ?\S*)", capsys.readouterr().out, re.MULTILINE)
-    assert [text.split(":")[0] for text in shown] == [
-        "Starting",
-        "Downloading",
-        "Training",
-        "job Completed,",
-    ]
+    monkeypatch.setattr("shared.monitoring.describe.time.sleep", next_poll)
+    assert monitoring.wait("job")["TrainingJobStatus"] == "Completed" and len(sleeps) == 3
+    shown = re.findall(r"^ +\d+\.\d s  ([\w ]+)", capsys.readouterr().out, re.MULTILINE)
+    assert shown == ["Starting", "Downloading", "Training", "job Completed"]
 
 
 def test_wait_raises_with_the_reason_of_a_failure():
-    job = start_job("job")
-    job.training_job_status, job.failure_reason = "Failed", "AlgorithmError: no data host is left"
-    with pytest.raises(RuntimeError, match="'job' failed: AlgorithmError: no data host is left"):
+    reason = "AlgorithmError: no data host is left"
+    put_job(training_job_status="Failed", failure_reason=reason)
+    with pytest.raises(RuntimeError, match=f"'job' failed: {reason}"):
         monitoring.wait("job")

@@ -3,7 +3,10 @@
 import json
 import math
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
+from pathlib import Path
 
 import boto3
 import pytest
@@ -12,17 +15,21 @@ from botocore.stub import Stubber
 from shared import costs, prices
 from shared.local_sagemaker.cluster import INSTANCE_TYPES
 
+pytestmark = pytest.mark.quick
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """A user's cache of our own, empty."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    """Where this user's prices are: in a folder of our own, empty."""
     return tmp_path / "sagemaker-heterogeneous-clusters"
 
 
 def test_every_price_of_the_snapshot_is_complete_and_appears_once():
     rows = prices.load()
     assert len({(row.instance_type, row.region, row.as_of) for row in rows}) == len(rows) > 100
+    nothing = {"region": "", "usd_per_hour": 0.0, "as_of": "", "source": ""}
+    hardware = {replace(row, **nothing) for row in rows}  # a type's is the same in each row
+    assert len(hardware) == len({row.instance_type for row in rows})
     for row in rows:
         assert row.vcpus > 0 and row.memory_gib > 0
         assert row.network_gbps >= 10 and bool(row.gpus) == bool(row.gpu)
@@ -34,7 +41,7 @@ def test_every_price_of_the_snapshot_is_complete_and_appears_once():
             assert date.fromisoformat(row.as_of) >= date(2022, 10, 27)
 
 
-def test_types_without_a_price_are_not_found_and_have_what_ec2_says_of_them():
+def test_types_without_a_price_are_not_found():
     rows = [row for row in prices.load() if math.isnan(row.usd_per_hour)]
     assert {row.instance_type.split(".")[1] for row in rows} == {
         *("g7", "g7e", "p5e", "p5en", "p6-b200", "p6-b300", "trn2", "c5n", "c8i", "m8i", "r8i")
@@ -42,50 +49,32 @@ def test_types_without_a_price_are_not_found_and_have_what_ec2_says_of_them():
     for row in rows:
         with pytest.raises(ValueError, match=f"No price of '{row.instance_type}' is known"):
             prices.find(row.instance_type)
-        facts = INSTANCE_TYPES[row.instance_type.removeprefix("ml.")]
-        neuron = (facts.get("NeuronInfo") or {}).get("NeuronDevices")
+
+
+def test_types_have_what_ec2_says_of_them():
+    rows = {row.instance_type.removeprefix("ml."): row for row in prices.load()}
+    assert {name.split(".")[0] for name in rows.keys() - INSTANCE_TYPES.keys()} == {"p3"}
+    for name in rows.keys() & INSTANCE_TYPES.keys():
+        row, facts = rows[name], INSTANCE_TYPES[name]
+        neuron = facts.get("NeuronInfo") or {}
+        neuron = neuron.get("NeuronDevices") or neuron.get("Accelerators")
         accelerators = (facts.get("GpuInfo") or {}).get("Gpus") or neuron or []
-        assert row.gpus == sum(device["Count"] for device in accelerators)
+        assert row.gpus == sum(device["Count"] for device in accelerators), name
         assert row.vcpus == facts["VCpuInfo"]["DefaultVCpus"]
         assert row.memory_gib == facts["MemoryInfo"]["SizeInMiB"] / 1024
         assert row.network_gbps == prices._number(facts["NetworkInfo"]["NetworkPerformance"])
+    p3 = rows["p3.2xlarge"]  # from AWS's page on EC2 instance types
+    assert (p3.vcpus, p3.gpus, p3.gpu, p3.memory_gib, p3.network_gbps) == (8, 1, "V100", 61, 10)
 
 
 def test_sagemaker_trains_on_no_graviton_and_on_none_of_amds_cpu_instances():
     """As docs/limits.md says: names of families end with the processor's letter, g or a."""
     model = boto3.client("sagemaker", region_name="us-east-1").meta.service_model
-    families = {name.split(".")[1] for name in model.shape_for("TrainingInstanceType").enum}
-    assert {"c6i", "c8i", "m7i-flex"} <= families
-    assert not [name for name in families if re.match(r"[cmr]\d[ag]", name)]
-
-
-def test_the_snapshot_has_only_types_that_training_jobs_may_use():
-    model = boto3.client("sagemaker", region_name="us-east-1").meta.service_model
     allowed = set(model.shape_for("TrainingInstanceType").enum)
     assert {row.instance_type for row in prices.load()} <= allowed
-
-
-def test_an_instance_type_has_the_same_hardware_in_every_row():
-    rows = prices.load()
-    hardware = {
-        (row.instance_type, row.vcpus, row.gpus, row.gpu, row.memory_gib, row.network_gbps)
-        for row in rows
-    }
-    assert len(hardware) == len({row.instance_type for row in rows})
-
-
-@pytest.mark.parametrize(
-    "instance_type, hardware",  # from AWS's pages on EC2 instance types
-    [
-        ("ml.p4d.24xlarge", (96, 8, "A100", 1152, 400)),
-        ("ml.p3.2xlarge", (8, 1, "V100", 61, 10)),
-        ("ml.g5.16xlarge", (64, 1, "A10G", 256, 25)),
-        ("ml.c5.18xlarge", (72, 0, "", 144, 25)),
-    ],
-)
-def test_hardware(instance_type, hardware):
-    row = prices.find(instance_type)
-    assert (row.vcpus, row.gpus, row.gpu, row.memory_gib, row.network_gbps) == hardware
+    families = {name.split(".")[1] for name in allowed}
+    assert {"c6i", "c8i", "m7i-flex"} <= families
+    assert not [name for name in families if re.match(r"[cmr]\d[ag]", name)]
 
 
 def test_newest_price_is_the_default_and_a_date_picks_an_older_one():
@@ -123,80 +112,49 @@ def product(usage_type: str, usd: str | None, unit: str = "Hrs", **attributes: s
     Attributes, usage types and terms as in public programs that read AmazonSageMaker's price list
     (vantage-sh/ec2instances.info sagemaker.py, for one) and as the API reference has them.
     """
-    dimension = {
-        "unit": unit,
-        "endRange": "Inf",
-        "beginRange": "0",
-        "description": f"{usd} per {usage_type}",
-        "appliesTo": [],
-        "rateCode": "SKU.JRTCKXETXF.6YS6EN2CT7",
-        "pricePerUnit": {"USD": usd},
+    dimension = {"unit": unit, "pricePerUnit": {"USD": usd}}
+    term = {"priceDimensions": {"SKU.JRTCKXETXF.6YS6EN2CT7": dimension}}
+    usual = {
+        "component": "Training",
+        "usagetype": usage_type,
+        "vCpu": "16",
+        "gpu": "N/A",
+        "physicalGpu": "N/A",
+        "memory": "32 GiB",
+        "networkPerformance": "Up to 10 Gigabit",
     }
-    term = {
-        "priceDimensions": {"SKU.JRTCKXETXF.6YS6EN2CT7": dimension},
-        "sku": "SKU",
-        "effectiveDate": "2026-11-01T00:00:00Z",
-        "offerTermCode": "JRTCKXETXF",
-        "termAttributes": {},
-    }
-    instance_type = usage_type.rpartition(":")[2]
     return json.dumps(
         {
-            "product": {
-                "productFamily": "ML Instance",
-                "attributes": {
-                    "instanceName": instance_type,
-                    "instanceType": f"{instance_type}-Training",
-                    "component": "Training",
-                    "operation": "RunInstance",
-                    "usagetype": usage_type,
-                    "regionCode": "eu-west-1",
-                    "location": "EU (Ireland)",
-                    "locationType": "AWS Region",
-                    "servicecode": "AmazonSageMaker",
-                    "servicename": "Amazon SageMaker",
-                    "vCpu": "16",
-                    "gpu": "N/A",
-                    "physicalGpu": "N/A",
-                    "gpuMemory": "N/A",
-                    "memory": "32 GiB",
-                    "networkPerformance": "Up to 10 Gigabit",
-                    **attributes,
-                },
-                "sku": "SKU",
-            },
-            "serviceCode": "AmazonSageMaker",
+            "product": {"productFamily": "ML Instance", "attributes": usual | attributes},
             "terms": {"OnDemand": {"SKU.JRTCKXETXF": term}} if usd else {},
-            "version": "20261119000000",
-            "publicationDate": "2026-11-19T00:00:00Z",
         }
     )
 
 
-def refresh(*pages: list[str], region: str = "eu-west-1") -> list[prices.Price]:
-    """Call `refresh_prices` with an AWS that answers with these pages of products."""
-    session = boto3.Session("key", "secret")
-    client = session.client("pricing", region_name="us-east-1")
+@pytest.fixture
+def refresh(monkeypatch) -> Callable[..., list[prices.Price]]:
+    """Calls `refresh_prices` with an AWS that answers with these pages of products."""
+    client = boto3.client("pricing", "us-east-1", aws_access_key_id="a", aws_secret_access_key="b")
     clients = {("pricing", "us-east-1"): client}  # the API answers in few regions only
-    session.client = lambda service, region_name: clients[service, region_name]
-    request = {
-        "ServiceCode": "AmazonSageMaker",
-        "Filters": [
-            {"Type": "TERM_MATCH", "Field": "regionCode", "Value": region},
-            {"Type": "TERM_MATCH", "Field": "component", "Value": "Training"},
-        ],
-    }
-    with Stubber(client) as aws:
-        for i, page in enumerate(pages):
-            more = {"NextToken": f"page {i + 1}"} if i + 1 < len(pages) else {}
-            token = {"NextToken": f"page {i}"} if i else {}
-            aws.add_response("get_products", {"PriceList": page, **more}, {**request, **token})
-        found = costs.refresh_prices(region, session)
-        aws.assert_no_pending_responses()
-    return found
+    monkeypatch.setattr(boto3, "client", lambda service, region_name: clients[service, region_name])
+
+    def call(*pages: list[str], region: str = "eu-west-1") -> list[prices.Price]:
+        wanted = {"regionCode": region, "component": "Training"}
+        filters = [{"Type": "TERM_MATCH", "Field": k, "Value": v} for k, v in wanted.items()]
+        request = {"ServiceCode": "AmazonSageMaker", "Filters": filters}
+        with Stubber(client) as aws:
+            for i, page in enumerate(pages):
+                more = {"NextToken": f"page {i + 1}"} if i + 1 < len(pages) else {}
+                token = {"NextToken": f"page {i}"} if i else {}
+                aws.add_response("get_products", {"PriceList": page, **more}, {**request, **token})
+            found = costs.refresh_prices(region)
+            aws.assert_no_pending_responses()
+        return found
+
+    return call
 
 
-def test_refresh_reads_all_pages_and_passes_over_what_is_no_price_of_training(cache):
+def test_refresh_reads_all_pages_and_passes_over_what_is_no_price_of_training(cache, refresh):
     found = refresh(
         [
             product("EU-Train:ml.c5.4xlarge", "0.9220000000"),
@@ -237,36 +195,24 @@ def test_refresh_reads_all_pages_and_passes_over_what_is_no_price_of_training(ca
     assert header == prices.SNAPSHOT.read_text().splitlines()[0]
 
 
-def test_a_refreshed_price_is_preferred_and_an_older_one_still_known():
+def test_a_refreshed_price_is_preferred_and_an_older_one_still_known(cache, refresh):
     assert costs.price_per_hour("ml.g5.xlarge") == 1.41
     refresh([product("USE1-Train:ml.g5.xlarge", "1.3")], region="us-east-1")
     assert costs.price_per_hour("ml.g5.xlarge") == 1.3
     assert costs.price_per_hour("ml.g5.xlarge", as_of="2026-09-27") == 1.41
-    refresh([product("USE1-Train:ml.g5.xlarge", "1.2")], region="us-east-1")
+    (price,) = refresh([product("USE1-Train:ml.g5.xlarge", "1.2")], region="us-east-1")
     assert costs.price_per_hour("ml.g5.xlarge") == 1.2
-
-
-def test_of_two_prices_of_one_day_the_refreshed_one_is_taken(cache):
-    (price,) = refresh([product("USE1-Train:ml.g5.xlarge", "1.3")], region="us-east-1")
+    # Of two prices of one day the refreshed one counts.
     file = cache / "prices-us-east-1.csv"
     file.write_text(file.read_text().replace(price.as_of, "2026-09-27"))
-    assert costs.price_per_hour("ml.g5.xlarge") == 1.3
+    assert costs.price_per_hour("ml.g5.xlarge") == 1.2
     file.write_text(file.read_text().replace("2026-09-27", "2026-09-26"))
     assert costs.price_per_hour("ml.g5.xlarge") == 1.41
 
 
-def test_hardware_that_aws_does_not_say_is_unknown():
-    (price,) = refresh(
-        [
-            product(
-                "EU-Train:ml.new1.large",
-                "1",
-                vCpu="N/A",
-                memory="N/A",
-                networkPerformance="High",
-            )
-        ]
-    )
+def test_hardware_that_aws_does_not_say_is_unknown(refresh):
+    unknown = {"vCpu": "N/A", "memory": "N/A", "networkPerformance": "High"}
+    (price,) = refresh([product("EU-Train:ml.new1.large", "1", **unknown)])
     assert (price.vcpus, price.gpus, price.gpu) == (0, 0, "")
     assert math.isnan(price.memory_gib) and math.isnan(price.network_gbps)
     assert math.isnan(prices.find("ml.new1.large", "eu-west-1").network_gbps)
@@ -285,7 +231,9 @@ def test_hardware_that_aws_does_not_say_is_unknown():
         ([], r"has no training prices of region 'eu-west-1': is it a region"),
     ],
 )
-def test_an_answer_of_no_use_is_a_clear_error_and_keeps_what_there_was(cache, products, sentence):
+def test_an_answer_of_no_use_is_a_clear_error_and_keeps_what_there_was(
+    cache, refresh, products, sentence
+):
     refresh([product("EU-Train:ml.c5.4xlarge", "0.5")])
     with pytest.raises(ValueError, match=sentence):
         refresh([product("EU-Train:ml.c5.9xlarge", "0.9"), *products] if products else [])
@@ -293,7 +241,7 @@ def test_an_answer_of_no_use_is_a_clear_error_and_keeps_what_there_was(cache, pr
     assert [path.name for path in cache.iterdir()] == ["prices-eu-west-1.csv"]
 
 
-def test_a_spoilt_file_of_prices_is_a_clear_error(cache):
+def test_a_spoilt_file_of_prices_is_a_clear_error(cache, refresh):
     refresh([product("EU-Train:ml.c5.4xlarge", "0.5")])
     file = cache / "prices-eu-west-1.csv"
     file.write_text(file.read_text().replace("0.5", "a lot"))
@@ -306,8 +254,8 @@ def test_a_spoilt_file_of_prices_is_a_clear_error(cache):
 
 
 def test_the_command_refreshes_and_says_where_the_prices_are(cache, monkeypatch, capsys):
-    client = boto3.Session("key", "secret").client("pricing", region_name="us-east-1")
-    monkeypatch.setattr(boto3.Session, "client", lambda *_, **__: client)
+    client = boto3.client("pricing", "us-east-1", aws_access_key_id="a", aws_secret_access_key="b")
+    monkeypatch.setattr(boto3, "client", lambda *_, **__: client)
     with Stubber(client) as aws:
         prices_of_aws = {"PriceList": [product("EU-Train:ml.c5.4xlarge", "1")]}
         aws.add_response("get_products", prices_of_aws)

@@ -11,10 +11,10 @@ from math import nan
 
 import pytest
 
-from jobs import ROOT
-from shared import costs, prediction, verdict
+from helpers.jobs import ROOT
+from shared.advisor import prediction, verdict
+from shared.advisor.prediction import KNEE, Measured
 from shared.local_sagemaker.cluster import INSTANCE_TYPES
-from shared.prediction import KNEE, Measured
 
 IMAGE_MB = 224 * 224 * 3 * 4 / 1e6  # float32
 # Epochs in s by workers, read off the plots to 5 s; the last is the accelerators' limit.
@@ -197,7 +197,7 @@ def test_what_is_80_percent_busy_counts_as_80_percent():
     """What the published TensorFlow job's hosts were: close to 100 %, and then to 80 %."""
     settings = {"cpu_percent": 100, "kept_busy_percent": 80}
     measured = Measured("ml.p4d.24xlarge", 192, **settings)
-    advice = verdict.advise(measured, as_of=costs.PUBLISHED_ON)
+    advice = verdict.advise(measured)
     step = advice.predict("ml.c5.18xlarge", 2)["step time (ms)"]
     assert step == pytest.approx(192 * 96 / (96 + 2 * 72) / 0.8)
     assert 100 * (step / 86 - 1) == pytest.approx(11.6, abs=0.05)

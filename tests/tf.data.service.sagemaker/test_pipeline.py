@@ -1,19 +1,16 @@
 """The TensorFlow example's input pipeline, against plain references."""
 
 import io
-import math
-import sys
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFilter
+from PIL import Image
 
-from data_service import dispatcher_of
-from images import encode, image, write_records
+from helpers.data_service import dispatcher_of
+from helpers.images import encode, image, write_records
 
-CODE = Path(__file__).parents[2] / "tf.data.service.sagemaker" / "code"
 FILES, RECORDS = 5, 24  # records in each file
 
 
@@ -21,7 +18,6 @@ FILES, RECORDS = 5, 24  # records in each file
 def imports() -> None:
     """Take TensorFlow's seconds in the process that runs these tests, not in all that collect."""
     global distributed, pipeline, tf
-    sys.path.insert(0, str(CODE))
     import tensorflow as tf
 
     import pipeline
@@ -118,42 +114,6 @@ def test_a_record_is_varied_anew_in_each_pass_and_the_same_by_the_same_seed(file
     for number, (one, other) in first.items():
         np.testing.assert_array_equal(one, again[number][0])
         assert np.abs(one - other).max() > 0.01
-
-
-def reference_of_distort(picture: Image.Image, seed: list[int]) -> np.ndarray:
-    """What `distort` does, with Pillow and NumPy, for a picture of one colour channel."""
-    side = picture.width
-    offsets = np.arange(11) - 5
-    kernel = np.exp(-0.5 * (offsets / pipeline.BLUR_SIGMA) ** 2)
-    kernel /= kernel.sum()
-    array = np.asarray(picture.filter(ImageFilter.MaxFilter(3)), dtype=np.float64)
-    for axis in (0, 1):
-        array = np.apply_along_axis(lambda row: np.convolve(row, kernel, "same"), axis, array)
-    flip, angle, zoom = tf.random.stateless_uniform([3], seed, -1, 1).numpy()
-    angle, zoom = math.radians(18) * angle, 1 + 0.1 * zoom
-    if flip < 0:
-        array = array[:, ::-1]
-    # Pillow counts pixels from their corners, and turns the other way as its y axis points down.
-    centre = side / 2
-    a, b = math.cos(angle) / zoom, math.sin(angle) / zoom
-    data = (a, -b, centre - centre * (a - b), b, a, centre - centre * (a + b))
-    moved = Image.fromarray(array.astype(np.float32))
-    return np.asarray(
-        moved.transform((side, side), Image.Transform.AFFINE, data, Image.Resampling.BILINEAR)
-    )
-
-
-@pytest.mark.parametrize("seed", [[0, 0], [1, 0], [2, 5], [3, 9]])
-def test_augmentation_is_that_of_the_reference(seed: list[int]):
-    side = 64
-    picture = Image.new("L", (side, side))
-    picture.paste(255, (20, 24, 30, 46))
-    picture.paste(128, (34, 22, 44, 30))
-    got = np.tile(np.asarray(picture, dtype=np.float32)[..., None], (1, 1, 3)) / 255
-    got = pipeline.distort(tf.constant(got), tf.constant(seed, tf.int64)).numpy()
-    expected = reference_of_distort(picture, seed) / 255
-    inside = slice(12, -12)  # outside, the borders differ
-    np.testing.assert_allclose(got[inside, inside, 0], expected[inside, inside], rtol=0, atol=1e-3)
 
 
 def test_finer_augmentation_costs_more(files: list[str]):

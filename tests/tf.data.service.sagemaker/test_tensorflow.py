@@ -14,41 +14,38 @@ import pytest
 from sagemaker.core.shapes import CheckpointConfig
 from sagemaker.core.training.configs import InputData
 
-import endings
-from images import encode, image, write_records
-from jobs import Jobs, texts_in
+from helpers.images import encode, image, write_records
+from helpers.jobs import Jobs, texts_in, upload
+from helpers.pages import EXAMPLE, TENSORFLOW
+from helpers.running import Running, assert_nothing_left, seconds_to_end
 from shared import monitoring
 
-CODE = Path(__file__).parents[2] / "tf.data.service.sagemaker" / "code"
+pytestmark = pytest.mark.first
+CODE = TENSORFLOW / "code"
 FILES, RECORDS, BUCKET = 64, 5, "records"
 HYPERPARAMETERS = {"model": "small", "batch-size": 8, "log-every": 1, "max-steps": 100_000}
 ONE_AND_ONE = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)}
 TWO_AND_TWO = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
 
-BEGUN: dict[str, endings.Begun] = {}  # by job name: where its processes and files are
 
-
-def upload(folder: Path, prefix: str) -> str:
-    """Put records on S3; return where."""
+def put_records(folder: Path) -> str:
+    """Put records into a new folder and on S3; return where."""
     folder.mkdir()
     write_records(folder, FILES, RECORDS, classes=10)
-    for path in folder.iterdir():
-        boto3.client("s3").upload_file(str(path), BUCKET, f"{prefix}/{path.name}")
-    return f"s3://{BUCKET}/{prefix}"
+    return upload(folder, f"s3://{BUCKET}/{folder.name}")
 
 
 @pytest.fixture(scope="module")
 def records(local, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Where on S3 records are."""
-    boto3.client("s3").create_bucket(Bucket=BUCKET)
-    return upload(tmp_path_factory.mktemp("records") / "a", "a")
+    return put_records(tmp_path_factory.mktemp("records") / "a")
 
 
 @pytest.fixture
 def start(jobs: Jobs, records: str):
     """Starts jobs of the example; `changes` are pairs of an old and a new text, by file."""
 
-    def start(groups: dict | None, changes: dict | None = None, **settings) -> endings.Running:
+    def start(groups: dict | None, changes: dict | None = None, **settings) -> Running:
         files = texts_in(CODE)
         for file, pairs in (changes or {}).items():
             for old, new in pairs:
@@ -65,35 +62,34 @@ def start(jobs: Jobs, records: str):
             max_runtime_seconds=600,
             **settings,
         )
-        job = endings.Running(jobs, name)
-        BEGUN[name] = endings.Begun.of(name, job, job.environment())
+        job = Running(jobs, name)
+        assert job.environment  # remembered, for when it has ended
         return job
 
     return start
 
 
-def finish(job: endings.Running, event_at: float = 0.0) -> tuple[dict, float]:
+def finish(job: Running, event_at: float = 0.0) -> tuple[dict, float]:
     """Wait for the job's end, which leaves nothing behind; return how, and how late it came."""
-    begun = BEGUN[job.name]
     answer = job.jobs.wait(job.name, seconds=200)
-    endings.assert_nothing_left(begun)
-    return answer, endings.seconds_to_end(answer, since=event_at)
+    assert_nothing_left(job)
+    return answer, seconds_to_end(answer, since=event_at)
 
 
-def assert_completed(job: endings.Running) -> dict:
+def assert_completed(job: Running) -> dict:
     """Wait for the job's end; return DescribeTrainingJob's answer."""
     answer, _ = finish(job)
     assert answer["TrainingJobStatus"] == "Completed", answer["FailureReason"]
     return answer
 
 
-def after_steps(job: endings.Running, step: int = 8) -> None:
+def after_steps(job: Running, step: int = 8) -> None:
     """Wait until the training is well under way."""
     job.jobs.wait_for_log(job.name, f"step={step} ", seconds=120)
 
 
 def test_the_runtime_is_the_same_as_in_the_pytorch_example():
-    other = CODE.parents[1] / "pt.grpc.sagemaker" / "code"
+    other = EXAMPLE / "code"
     assert texts_in(CODE, "hetero") == texts_in(other, "hetero")
     texts = [(code / "arguments.py").read_text() for code in (CODE, other)]
     assert len({text[text.index("def whole(") : text.index("def parser(")] for text in texts}) == 1
@@ -154,7 +150,7 @@ def test_a_killed_rank_fails_the_job_at_once(start):
     assert seconds < 15
 
 
-def meet_strangers(job: endings.Running) -> list[socket.socket]:
+def meet_strangers(job: Running) -> list[socket.socket]:
     """Connect to all that the job listens on, and say nothing."""
     listening = {
         (c.laddr.ip if c.laddr.ip.startswith("127.") else "127.0.0.1", c.laddr.port)
@@ -170,7 +166,7 @@ def meet_strangers(job: endings.Running) -> list[socket.socket]:
 def test_a_damaged_record_is_the_failure_reason(start, tmp_path: Path):
     import tensorflow as tf  # takes seconds, and most tests here do not need it
 
-    data = upload(tmp_path / "damaged", "damaged")
+    data = put_records(tmp_path / "damaged")
     with tf.io.TFRecordWriter(f"{tmp_path}/record") as writer:
         writer.write(encode(b"no picture", 0))
     boto3.client("s3").upload_file(f"{tmp_path}/record", BUCKET, "damaged/z.tfrecord")
@@ -181,7 +177,7 @@ def test_a_damaged_record_is_the_failure_reason(start, tmp_path: Path):
     )
 
 
-def kill_data_server(job: endings.Running, number: int) -> None:
+def kill_data_server(job: Running, number: int) -> None:
     """Kill a data host's server; wait until it is back, and training has gone on for long."""
     workers = sum("worker at" in line for line in job.log())
     job.kill_data_servers([number], times=1)
@@ -223,7 +219,7 @@ def test_a_job_survives_its_data_servers_and_goes_on_from_its_checkpoint(start):
     # TensorFlow takes up to a minute to destroy an iterator (issue 56490 has the like of it): the
     # longer it was in use, the longer. Nobody waits for that here.
     end = next(line.time for line in monitoring.logs(job.name) if "training finished" in line.text)
-    assert endings.seconds_to_end(answer, since=end.timestamp()) < 10
+    assert seconds_to_end(answer, since=end.timestamp()) < 10
     log = "\n".join(job.log())
     assert f"at step {stopped[1]}\n" in log and f"training finished after step {last}:" in log
     one, other = re.findall(r"^weights of \d: (.+)", log, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Two classifiers of 32x32 colour images: ResNet50, and one that suits a CPU's budget."""
+"""Two classifiers of 32x32 colour images: ResNet50, and a smaller one for CPUs."""
 
 import tensorflow as tf
 
@@ -8,10 +8,10 @@ CLASSES = 10
 
 
 def small_resnet() -> tf.keras.Model:
-    """ResNet-8: the residual network of He et al. (2015) for CIFAR-10, one block a stage.
+    """ResNet-8: the residual network of He et al. (2015) for CIFAR-10, with one block per stage.
 
-    A step of it takes about as long as augmenting the images, so that two machines can share the
-    work well, even when both are small.
+    A training step takes about as long as augmenting the images, so two machines can share the work
+    well, even if both are small.
     """
 
     def convolve(x: tf.Tensor, filters: int, stride: int = 1) -> tf.Tensor:
@@ -43,9 +43,9 @@ MODELS = {"resnet50": resnet50, "small": small_resnet}
 
 
 def build_model(name: str) -> tf.keras.Model:
-    """Return a new model by its name, from images (N, 32, 32, 3) to logits (N, 10).
+    """Return a new model of that name. It maps images (N, 32, 32, 3) to logits (N, 10).
 
-    Raises ValueError when there is none of that name.
+    Raises ValueError if there is no model of that name.
     """
     if name not in MODELS:
         raise ValueError(f"There is no model {name!r}: choose one of {', '.join(MODELS)}.")

@@ -1,7 +1,7 @@
-"""The input pipeline, from TFRecord files to augmented batches: here, or on other machines.
+"""The input pipeline, from TFRecord files to augmented batches. It runs here or on other machines.
 
 `build` is the same function for all modes. The line `distribute(dataset)` moves the pipeline to
-tf.data.service: the data hosts then run what is above it, this host what is below.
+tf.data.service: the data hosts then run what is above the line, and this host runs what is below.
 
 A record is a tf.train.Example with two features: `image`, an encoded picture (PNG, JPEG, ...), and
 `label`, an int64 from 0 to 9.
@@ -16,18 +16,18 @@ import tensorflow as tf
 
 from service import distribute
 
-SIDE, CHANNELS = 32, 3  # of the images that the model sees
-FILES_AT_ONCE = 4  # that a data host reads
+SIDE, CHANNELS = 32, 3  # of the images that the model gets
+FILES_AT_ONCE = 4  # files that a data host reads at the same time
 AUTOTUNE = tf.data.AUTOTUNE
-SHUFFLE_RECORDS = 2048  # that it holds in memory to choose from
+SHUFFLE_RECORDS = 2048  # records that it holds in memory to choose from
 BLUR_SIDE, BLUR_SIGMA = 11, 1.5  # pixels
 MOST_ROTATION, MOST_ZOOM = math.radians(18), 0.1
 
 
 def find_files(pattern: str) -> list[str]:
-    """Return the files that fit `pattern`, a folder and a name with wildcards, in order.
+    """Return the files that match `pattern`, a folder and a name with wildcards, in order.
 
-    Raises FileNotFoundError when there are none.
+    Raises FileNotFoundError if there are none.
     """
     folder, _, name = pattern.rpartition("/")
     files = sorted(str(path) for path in Path(folder).glob(name) if path.is_file())
@@ -49,17 +49,18 @@ def build(
 ) -> tf.data.Dataset:
     """Return batches: images, float32 (N, 32, 32, 3) from 0 to 1, and labels, int64 (N,).
 
-    files: of TFRecords, which data hosts have under the same names.
-    augment: 0 takes the images as they are; otherwise they are augmented on a grid so many times
-        finer than the image, so that CPU time grows with its square.
-    passes: over the files; None repeats them for ever, in full batches.
-    rank, ranks: this training process among all; each record of a pass goes to one of them.
-    on_data_hosts: they prepare the batches, and not this host.
-    threads: on this host; 0: one for each core.
+    files: TFRecord files, which data hosts have under the same names.
+    augment: 0 leaves the images as they are. Otherwise they are augmented on a grid that is this
+        many times finer than the image, so CPU time grows with its square.
+    passes: how often to read the files; None repeats them forever, in full batches.
+    rank, ranks: the number of this training process, and how many there are. Each record of a pass
+        goes to one of them.
+    on_data_hosts: whether data hosts prepare the batches, instead of this host.
+    threads: how many to use on this host; 0: one for each core.
     """
     files = random.Random(seed).sample(files, len(files))
-    # The files of all passes, numbered through. So each record can be augmented differently in each
-    # pass: data hosts share out these numbers, but could not count records themselves.
+    # Number the files of all passes, so that each record can be augmented differently in each pass.
+    # Data hosts divide these numbers among themselves; they could not count records themselves.
     numbers = tf.data.Dataset.range(tf.int64.max if passes is None else passes * len(files))
 
     def read(number: tf.Tensor) -> tf.data.Dataset:
@@ -76,7 +77,7 @@ def build(
     dataset = dataset.batch(batch_size, drop_remainder=passes is None)
     if on_data_hosts:
         dataset = distribute(dataset)
-    elif threads:  # ranks on one host share its cores
+    elif threads:  # the ranks of a host share its cores
         options = tf.data.Options()
         options.threading.private_threadpool_size = threads
         options.autotune.cpu_budget = threads
@@ -85,7 +86,7 @@ def build(
 
 
 def prepare(n: tf.Tensor, record: tf.Tensor, augment: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Decode a record, and augment its image with random numbers that depend on `n` and on it."""
+    """Decode a record, and augment its image with random numbers from `n` and the record."""
     features = {"image": tf.io.FixedLenFeature([], tf.string)}
     features["label"] = tf.io.FixedLenFeature([], tf.int64)
     example = tf.io.parse_single_example(record, features)
@@ -107,14 +108,14 @@ def distort(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     images = tf.nn.dilation2d(images, element, ones, "SAME", "NHWC", dilations=ones)
     offsets = tf.range(BLUR_SIDE, dtype=tf.float32) - BLUR_SIDE // 2
     weights = tf.nn.softmax(-0.5 * (offsets / BLUR_SIGMA) ** 2)
-    border = [BLUR_SIDE // 2] * 2  # mirrored, or the blur would darken it
+    border = [BLUR_SIDE // 2] * 2  # mirrored: zeros would darken the edges of the image
     images = tf.pad(images, [[0, 0], border, border, [0, 0]], "REFLECT")
-    for shape in ((BLUR_SIDE, 1, 1, 1), (1, BLUR_SIDE, 1, 1)):  # 11 x 11, down and across
+    for shape in ((BLUR_SIDE, 1, 1, 1), (1, BLUR_SIDE, 1, 1)):  # first down, then across
         kernel = tf.tile(tf.reshape(weights, shape), (1, 1, CHANNELS, 1))
         images = tf.nn.depthwise_conv2d(images, kernel, ones, "VALID")
 
-    # One map does it all: it takes each pixel from where the centred, rotated, scaled (and, half of
-    # the time, mirrored) grid has it.
+    # One map flips, rotates and zooms. It takes each pixel from its place in the grid, which is
+    # rotated and scaled about its centre and, half of the time, mirrored.
     flip, angle, zoom = tf.unstack(tf.random.stateless_uniform([3], seed, -1, 1))
     zoom, angle, centre = 1 + MOST_ZOOM * zoom, MOST_ROTATION * angle, (side - 1) / 2
     cos, sin = tf.cos(angle) / zoom, tf.sin(angle) / zoom
@@ -132,7 +133,7 @@ def distort(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 
 
 def milliseconds_per_sample(files: list[str], augment: int, batches: int = 8) -> float:
-    """Measure the CPU time that a sample in a batch takes on one core, over some batches of 32."""
+    """Measure the milliseconds of CPU time on one core for a sample, in some batches of 32."""
     records = tf.data.TFRecordDataset(files).repeat().enumerate()
     dataset = records.map(lambda n, record: prepare(n, record, augment)).batch(32)
     iterator = iter(dataset)

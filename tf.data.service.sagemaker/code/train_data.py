@@ -1,6 +1,6 @@
-"""A data host: measures what a sample costs, and serves (service/serve.py).
+"""What a data host runs: measures the cost of a sample, and then serves (service/serve.py).
 
-A job that need not know the cost has `service/serve.py` in its place.
+A job that does not need to know the cost can run `service/serve.py` directly.
 """
 
 import os
@@ -23,5 +23,5 @@ def main() -> None:
     serve.main()
 
 
-if __name__ == "__main__":  # not in the processes that serve.main starts
+if __name__ == "__main__":  # but not in the processes that serve.main starts
     main()

@@ -1,10 +1,10 @@
 """Train an image classifier on one or more GPUs, on samples prepared here or on other machines.
 
-`--data-mode` says where samples come from: `local` prepares them on this host's own cores,
-`service` gets them from tf.data.service, `synthetic` repeats one batch, which shows how fast
-training could be.
+`--data-mode` says where the samples come from. `local` prepares them on this host's own cores, and
+`service` gets them from tf.data.service. `synthetic` repeats one batch: it shows how fast training
+could be.
 
-Run it as it is, or let launcher.py start it, once for each GPU of the training hosts.
+Run it on its own, or let launcher.py start it, once for each GPU of the training hosts.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from model import CLASSES, build_model
 from pipeline import CHANNELS, SIDE
 from ranks import HorovodRanks, TensorFlowRanks, connect
 
-Ranks = TensorFlowRanks | HorovodRanks  # nothing here depends on which one
+Ranks = TensorFlowRanks | HorovodRanks  # this file does not depend on which one
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line; what doesn't fit together ends the program with a sentence."""
+    """Read the command line. End the program with a sentence if its options do not fit together."""
     parser = arguments.parser(fail=lambda message: sys.exit(f"train_dnn.py: error: {message}"))
     add = parser.add_argument
     add("--channels", default=".", help="folder of the job's channels")
@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> str:
-    """Train, and save the model; return why the training ended before its time, or nothing."""
+    """Train, and save the model. Return why the training ended early, or an empty string."""
     args = parse_arguments()
     ranks = connect(args.distribution)
     sys.stdout.reconfigure(line_buffering=True)  # the job's log shows each line at once
@@ -65,7 +65,7 @@ def main() -> str:
         sys.exit(f"train_dnn.py: error: {error}")
     optimizer = tf.keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
-    # From here on SIGTERM ends the current step, saves a checkpoint, and only then ends the run.
+    # From here on, SIGTERM lets the current step end and saves a checkpoint before the run ends.
     stop_requested, stopping, votes = threading.Event(), False, 0.0
     signal.signal(signal.SIGTERM, lambda *_: stop_requested.set())
     checkpoint = Checkpoint(args.checkpoint_dir, model, optimizer, ranks)
@@ -73,14 +73,14 @@ def main() -> str:
     train_step = build_train_step(model, optimizer, ranks)
     log = StepLog(args.log_every, ranks)
 
-    global iterator  # stays until the process ends, for the reason at the end of this file
+    global iterator  # so that it lives until the process ends: the end of this file says why
     iterator = iter(batches)
     while done < args.max_steps and not stopping:
         images, labels = log.waited_for(iterator)
-        # As large as all ranks' batches together allow, but not at once (Goyal et al., 2017).
+        # Warm up to the rate that all ranks' batches together allow (Goyal et al., 2017).
         warm = min(1.0, (done + 1) / args.warmup_steps) if args.warmup_steps else 1.0
         optimizer.learning_rate.assign(args.lr * (1 + (ranks.size - 1) * warm))
-        # The votes of the step before: reading this step's would wait for the GPU.
+        # These are the votes of the previous step: to read this step's, we would wait for the GPU.
         stopping = float(votes) > 0
         vote = tf.constant(float(stop_requested.is_set()))
         loss, votes = train_step(images, labels, vote)
@@ -98,12 +98,12 @@ def main() -> str:
             print(f"training was complete already: step={done}")
         else:
             print(f"training finished after step {done}: loss {float(loss):.4f}")
-    ranks.mean([tf.zeros(())])  # all have saved: a rank that ends is missed by the others
+    ranks.mean([tf.zeros(())])  # waits until all have saved: the others fail when a rank is gone
     return f"training stopped by SIGTERM after step {done}" if stopped else ""
 
 
 def save_model(model: tf.keras.Model, folder: Path) -> None:
-    """Write a SavedModel, whose signature serving_default maps images to logits."""
+    """Write a SavedModel. Its signature serving_default maps images to logits."""
 
     @tf.function(input_signature=[tf.TensorSpec((None, SIDE, SIDE, CHANNELS), tf.float32)])
     def serve(images: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -115,7 +115,7 @@ def save_model(model: tf.keras.Model, folder: Path) -> None:
 
 @contextlib.contextmanager
 def named_if_full(folder: str | Path, variables: list) -> Iterator[None]:
-    """Raise OSError with the size of the variables if the disk cannot take them."""
+    """Raise OSError, with the size of the variables, if the disk is too full for them."""
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
@@ -129,8 +129,9 @@ def named_if_full(folder: str | Path, variables: list) -> Iterator[None]:
 def build_train_step(
     model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer, ranks: Ranks
 ) -> Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
-    """Return the function of a step: from images, labels and a vote to stop, to the ranks' mean
-    loss and vote.
+    """Return the function that trains one step.
+
+    It takes images, labels and a vote to stop, and returns the mean loss and vote of the ranks.
     """
 
     @tf.function
@@ -142,9 +143,9 @@ def build_train_step(
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
             loss = tf.reduce_mean(losses)
         gradients = tape.gradient(loss, model.trainable_variables)
-        # With them it is agreed whether to stop, so that all ranks do after the same step.
+        # The vote goes with the gradients, so that all ranks stop after the same step.
         *gradients, loss, stop = ranks.mean([*gradients, loss, stop])
-        # AutoGraph of TensorFlow 2.12 knows no zip(strict=True).
+        # AutoGraph in TensorFlow 2.12 does not support zip(strict=True).
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))  # noqa: B905
         return loss, stop
 
@@ -152,7 +153,7 @@ def build_train_step(
 
 
 class Checkpoint:
-    """What a later run goes on from: rank 0 has the files, all ranks begin with its weights."""
+    """What a later run continues from. Rank 0 has the files; all ranks start with its weights."""
 
     def __init__(
         self,
@@ -170,14 +171,14 @@ class Checkpoint:
             self.files = tf.train.CheckpointManager(saved, folder, max_to_keep=2)
 
     def load(self) -> int:
-        """Restore the newest on all ranks, if there is one; return the steps done."""
+        """Restore the newest checkpoint, if any, on all ranks. Return how many steps were done."""
         if self.files and self.files.restore_or_initialize():
             print(f"resumed from {self.files.directory} at step {int(self.step)}")
         self.ranks.from_rank_0(self.variables)
         return int(self.step)
 
     def save(self, step: int) -> None:
-        """Write one, if this is rank 0."""
+        """Write a checkpoint, if this is rank 0."""
         self.step.assign(step)
         if self.files:
             with named_if_full(self.files.directory, self.variables):
@@ -185,7 +186,7 @@ class Checkpoint:
 
 
 def build_batches(args: argparse.Namespace, ranks: Ranks) -> Iterable:
-    """Return this rank's batches without end: images (N, 32, 32, 3) and labels (N,)."""
+    """Return this rank's endless batches: images (N, 32, 32, 3) and labels (N,)."""
     if args.data_mode == "synthetic":
         images = tf.random.uniform((args.batch_size, SIDE, SIDE, CHANNELS))
         return repeat((images, tf.range(args.batch_size) % CLASSES))
@@ -206,7 +207,7 @@ def build_batches(args: argparse.Namespace, ranks: Ranks) -> Iterable:
 
 
 class StepLog:
-    """Measures the steps, and prints their means on rank 0, every so many steps."""
+    """Measures the steps. Rank 0 prints their means at regular intervals."""
 
     def __init__(self, every: int, ranks: Ranks):
         self.every, self.ranks, self.measures = every, ranks, False
@@ -219,16 +220,16 @@ class StepLog:
         self.loss: tf.Tensor | float = 0.0  # sum over the steps
 
     def waited_for(self, batches: Iterator) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the next batch, and measure how long it is waited for."""
+        """Return the next batch, and measure how long the training waits for it."""
         start = time.perf_counter()
         batch = next(batches)
         self.data_wait += time.perf_counter() - start
         return batch
 
     def add(self, step: int, samples: int, loss: tf.Tensor, is_last: bool) -> None:
-        """Count a step, and print if it is time to."""
-        if not self.measures:  # the first one pays for start-up: tracing, connections, the first
-            self.measures = True  # batch's way through an empty pipeline
+        """Count a step, and print a line if it is due."""
+        if not self.measures:  # the first step includes the start-up: tracing, connections, and
+            self.measures = True  # the first batch through an empty pipeline
             return self.restart()
         self.steps += 1
         self.samples += samples
@@ -238,7 +239,7 @@ class StepLog:
             self.restart()
 
     def write(self, step: int) -> None:
-        """Print the means since the last line, for people and regular expressions."""
+        """Print the means since the last line, for people and for regular expressions."""
         loss = float(self.loss) / self.steps
         if not math.isfinite(loss):  # the same on all ranks
             raise ValueError(f"loss={loss} at step {step}: see labels, learning rate")
@@ -257,7 +258,7 @@ if __name__ == "__main__":
     except Exception:
         reason = traceback.format_exc().rstrip()
     print(reason, file=sys.stderr, end="\n" if reason else "", flush=True)
-    # Not sys.exit, which destroys everything: the iterator would wait for tf.data's tuning thread,
-    # and that sleeps for up to a minute.
+    # Not sys.exit: it destroys all objects, and the iterator would then wait for tf.data's tuning
+    # thread, which sleeps for up to a minute.
     sys.stdout.flush()
     os._exit(1 if reason else 0)

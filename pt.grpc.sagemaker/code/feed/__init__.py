@@ -8,7 +8,7 @@ streams.py  the same line for an IterableDataset; iterate.py: its iterator, on a
 fetch.py    which data host is asked for what; host.py: one of them
 samples.py  how samples are prepared, with which random numbers
 travel.py   how the Dataset travels to the data hosts
-wire.py     how samples travel back, with dataset_feed.proto
+wire.py     how samples travel back, and what is said beside them
 server.py   a data host: python -m feed.server HOST:PORT; front.py: what it answers
 worker.py   its processes that have Datasets
 """

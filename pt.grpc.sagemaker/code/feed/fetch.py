@@ -12,15 +12,16 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 import grpc
 
-from feed.host import DataHost, Lost
-from feed.samples import Chunk
+from feed.host import DataHost
+from feed.samples import Chunk, differ
+from feed.wire import Lost
 
 MOST_CALLS = 64  # at a time
 CHUNKS_PER_WORKER = 2  # one is prepared while another one travels
@@ -35,7 +36,6 @@ own_random = random.SystemRandom()  # not the training's, and another one after 
 class Task:
     """A chunk to fetch; or, without one, the task of getting the Dataset to a host."""
 
-    digest: bytes
     chunk: Chunk | None = None
     asked: list[DataHost] = field(default_factory=list)  # hosts that have not failed since
     calls: list[grpc.Call] = field(default_factory=list)
@@ -45,33 +45,29 @@ class Task:
 
 
 class Fetcher:
-    """Fetches the samples of a Dataset, for one process.
+    """Fetches the samples of a Dataset as it is when this is made, for one process.
 
-    check: is called with what a host says of the Dataset that a callable has made there, and raises
-    if other hosts have said something else.
+    what: describes the Dataset. upload: returns a file with its pickle, whose SHA-256 is `digest`.
     """
 
     def __init__(
-        self, hosts: list[str], token: str, timeout: float, check: Callable[[str, Any], None]
+        self,
+        hosts: list[str],
+        token: str,
+        timeout: float,
+        what: str,
+        digest: bytes,
+        upload: Callable[[], IO[bytes]],
     ):
-        self.hosts, self.timeout, self.check = (
-            [DataHost(name, token) for name in hosts],
-            timeout,
-            check,
-        )
+        self.hosts = [DataHost(name, token, digest) for name in hosts]
+        self.timeout, self.what, self.digest, self.upload = timeout, what, digest, upload
+        self.described: tuple[str, Any] | None = None  # a host, and what it says of the Dataset
         self.pool, self.process = ThreadPoolExecutor(MOST_CALLS), os.getpid()
         self.running: set[Future] = set()
         self.came: queue.SimpleQueue[tuple[DataHost, Task, Any]] = queue.SimpleQueue()
-        self.greeted_at: dict[DataHost, float] = {}  # when each may be asked to get the Dataset
         self.since = 0.0  # silence counts from here: before, nobody was asked
+        self.made_at = time.monotonic()
         fetchers.add(self)
-
-    def use(self, what: str, digest: bytes, upload: Callable[[], Iterator[bytes]]) -> None:
-        """Fetch from the Dataset with this digest, whose pickle `upload` yields."""
-        self.what, self.digest, self.upload = what, digest, upload
-        self.greeted_at, self.used_at = {host: 0.0 for host in self.hosts}, time.monotonic()
-        for host in self.hosts:
-            host.workers = 0
 
     def fetch(self, whole: Chunk, is_divisible: bool, num_workers: int) -> Any:
         """Return the samples of a batch; raise what the Dataset raises, or ConnectionError.
@@ -86,10 +82,7 @@ class Fetcher:
             pieces = max(1, min(count, pieces))
         cuts = [round(count * piece / pieces) for piece in range(pieces + 1)]
         tasks = [
-            Task(
-                self.digest,
-                whole._replace(start=whole.start + start, indices=whole.indices[start:end]),
-            )
+            Task(whole._replace(start=whole.start + start, indices=whole.indices[start:end]))
             for start, end in zip(cuts[:-1], cuts[1:], strict=True)
         ]
         for host in self.hosts:
@@ -116,7 +109,7 @@ class Fetcher:
         """
         self.since = time.monotonic()
         while not (ready := self.ready()) or any(
-            time.monotonic() < self.used_at + (failed if host.failure else others)
+            time.monotonic() < self.made_at + (failed if host.failure else others)
             for host in self.hosts
             if host not in ready
         ):
@@ -125,9 +118,9 @@ class Fetcher:
     def ready(self) -> list[DataHost]:
         """Return the hosts that have the Dataset, and have the others get it."""
         for host in self.hosts:
-            if not host.workers and time.monotonic() > self.greeted_at[host]:
-                self.greeted_at[host] = math.inf  # until it has answered
-                self.start(host, Task(self.digest))
+            if not host.workers and time.monotonic() > host.greet_at:
+                host.greet_at = math.inf  # until it has answered
+                self.start(host, Task())
         return [host for host in self.hosts if host.workers]
 
     def ask(self, task: Task) -> None:
@@ -154,9 +147,9 @@ class Fetcher:
         """In a thread: ask a host."""
         try:
             if not task.chunk:
-                result = host.get_dataset(task.digest, self.upload, self.what)
+                result = host.get_dataset(self.upload, self.what)
             elif not task.is_over:
-                result = host.get_chunk(task.digest, task.chunk, task.calls)
+                result = host.get_chunk(task.chunk, task.calls)
             else:
                 result = None
         except BaseException as error:
@@ -177,10 +170,8 @@ class Fetcher:
         if task.chunk:
             host.asked -= 1
             task.asked.remove(host)
-        elif task.digest == self.digest:
-            self.greeted_at[host] = time.monotonic() + LOOK_SECONDS
-        else:  # the Dataset has changed meanwhile
-            return
+        else:
+            host.greet_at = time.monotonic() + LOOK_SECONDS
         if isinstance(result, Lost):
             task.due = 0.0
             if why := str(result):
@@ -193,12 +184,22 @@ class Fetcher:
         elif not task.chunk and result:
             workers, about = result
             if about:
-                self.check(host.address, about)
+                self.compare(host, about)
             host.workers, host.failure = workers, ""
+
+    def compare(self, host: DataHost, about: tuple) -> None:
+        """Raise ValueError if what a callable has made there is not what others have."""
+        first, known = self.described = self.described or (host.address, about)
+        if differ(known, about):
+            raise ValueError(
+                f"data hosts have different Datasets: that of {first} has {known[0]} samples, that "
+                f"of {host.address} has {about[0]}, or some are not alike. The callable must "
+                "return the same on all hosts, in the same order"
+            )
 
     def lose(self, host: DataHost, why: str) -> None:
         """Take it that a host has failed, and ask it again after a pause."""
-        self.greeted_at[host] = time.monotonic() + PAUSE_SECONDS
+        host.greet_at = time.monotonic() + PAUSE_SECONDS
         host.workers = 0
         if not host.failure:
             host.failure = why

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import pickle
 import queue
 import socket
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 from feed import wire
 from feed.samples import as_error
-from feed.wire import DIED, RAISED, READY, UNKNOWN, WAITING, messages
+from feed.wire import DIED, RAISED, READY, UNKNOWN, WAITING, Reply, Request
 from feed.worker import CHUNK_SECONDS, Worker, new_process
 
 ATTEMPTS = 3  # at a chunk, and at a worker's start, over which processes end
@@ -60,9 +61,9 @@ class Front:
         nonce, digest = wire.verify(self.token, context.invocation_metadata())
         if hashlib.sha256(request).digest() != digest:
             raise ValueError("the request is not what its metadata announce")
-        asked = messages.Request.FromString(request)
+        asked = pickle.loads(request)
         for reply, frames in self.answer(asked, context.is_active, epochs):
-            reply.workers, reply.calls = self.workers, self.calls
+            reply = reply._replace(workers=self.workers, calls=self.calls)
             yield wire.seal(self.token, nonce, reply)
             while frames:
                 yield frames.popleft()
@@ -72,8 +73,8 @@ class Front:
         yield from self.ask(next(requests), context, requests)
 
     def answer(
-        self, asked: Any, is_wanted: Callable[[], bool], epochs: Iterator[bytes] | None
-    ) -> Iterator[tuple[Any, deque]]:
+        self, asked: Request, is_wanted: Callable[[], bool], epochs: Iterator[bytes] | None
+    ) -> Iterator[tuple[Reply, deque]]:
         """Yield Replies and their frames: WAITING every few seconds, until the last one."""
         copy = self.copies.get(asked.dataset) or Copy(UNKNOWN)
         if copy.state == UNKNOWN and self.deaths[asked.dataset] >= ATTEMPTS:
@@ -82,7 +83,7 @@ class Front:
         if copy.state != READY:
             # Who asks for samples had it here: it has been dropped, and somebody uploads it again.
             state = UNKNOWN if asked.chunk and copy.state == WAITING else copy.state
-            yield messages.Reply(state=state, value=copy.value), deque()
+            yield Reply(state, copy.value), deque()
             return
         answer: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         with self.lock:
@@ -97,14 +98,14 @@ class Front:
                     yield answer.get(timeout=BEAT_SECONDS)
                     return
                 except queue.Empty:
-                    yield messages.Reply(state=WAITING), deque()
+                    yield Reply(WAITING), deque()
         finally:
             with self.lock:
                 copy.calls, self.calls = copy.calls - 1, self.calls - 1
 
     def run_stream(
-        self, asked: Any, copy: Copy, epochs: Iterator[bytes], is_wanted: Callable[[], bool]
-    ) -> Iterator[tuple[Any, deque]]:
+        self, asked: Request, copy: Copy, epochs: Iterator[bytes], is_wanted: Callable[[], bool]
+    ) -> Iterator[tuple[Reply, deque]]:
         """Yield what a process of its own sends; it ends with the call."""
         worker = None
         try:
@@ -115,7 +116,7 @@ class Front:
                 if worker.connection.poll(BEAT_SECONDS):
                     yield worker.receive()
                 else:
-                    yield messages.Reply(state=WAITING), deque()
+                    yield Reply(WAITING), deque()
         except (OSError, EOFError) as error:
             if worker and worker.is_over:
                 return
@@ -123,7 +124,7 @@ class Front:
             print(f"feed: the process of a stream {how}", flush=True)
             if not copy.is_held():
                 self.drop(asked.dataset, copy, has_died=True)
-            yield messages.Reply(state=DIED, value=how.encode()), deque()
+            yield Reply(DIED, how.encode()), deque()
         finally:
             if worker:
                 worker.end(seconds=END_SECONDS)
@@ -132,7 +133,7 @@ class Front:
         """In a thread: have chunks prepared one after the other, by a worker for each Dataset."""
         workers: dict[Copy, Worker] = {}
         while True:
-            digest, copy, chunk, is_wanted, answer = task = self.tasks.get()
+            digest, copy, chunk, is_wanted, answer = self.tasks.get()
             for other in [other for other in workers if other.is_dropped]:
                 workers.pop(other).end()
             failures: list[str] = []
@@ -149,23 +150,12 @@ class Front:
                     print(f"feed: a worker process: {failures[-1]}", flush=True)
                 if not copy.is_held():
                     self.drop(digest, copy, has_died=True)
-                elif len(failures) == ATTEMPTS and not worker and self.gives_up_one():
-                    return self.tasks.put(task)
                 elif len(failures) == ATTEMPTS:
                     text = f"worker processes: {', '.join(failures)}: is there memory for them?"
-                    answer.put((messages.Reply(state=RAISED, value=as_error(text)), deque()))
+                    answer.put((Reply(RAISED, as_error(text)), deque()))
                     break
             if copy.is_dropped:
-                answer.put((messages.Reply(state=UNKNOWN), deque()))
-
-    def gives_up_one(self) -> bool:
-        """Go on with one worker process less, as it cannot start; False if it is the last one."""
-        with self.lock:
-            if self.workers == 1:
-                return False
-            self.workers -= 1
-            print(f"feed: it goes on with {self.workers} workers", flush=True)
-            return True
+                answer.put((Reply(UNKNOWN), deque()))
 
     def upload(self, frames: Iterator[bytes], context: Any) -> bytes:
         """Answer a call of Upload: take the Dataset, unless it is here, or is coming."""
@@ -174,7 +164,7 @@ class Front:
             is_known = digest in self.copies
             copy = self.copies.setdefault(digest, Copy())
         if is_known:
-            return wire.seal(self.token, nonce, messages.Reply(state=WAITING))
+            return wire.seal(self.token, nonce, Reply(WAITING))
         received, payload = hashlib.sha256(), os.memfd_create("dataset")
         try:
             for frame in frames:
@@ -192,7 +182,7 @@ class Front:
         if is_whole:
             threading.Thread(target=self.load, args=(digest, copy, payload)).start()
         state = READY if is_whole else UNKNOWN if copy.is_dropped else WAITING
-        return wire.seal(self.token, nonce, messages.Reply(state=state))
+        return wire.seal(self.token, nonce, Reply(state))
 
     def load(self, digest: bytes, copy: Copy, payload: int) -> None:
         """In a thread: have a process hold a Dataset that has come."""

@@ -7,7 +7,7 @@ import pickle
 import queue
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import IO, Any
 
 import grpc
 import torch.distributed as dist
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from feed import wire
 from feed.iterate import Stream
 from feed.samples import Chunk, raised_again
+from feed.travel import frames_of
+from feed.wire import Lost, Reply, Request
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),  # a reply's pickle may be long
@@ -28,23 +30,20 @@ CHANNEL_OPTIONS = [
 ]
 
 
-class Lost(Exception):
-    """A host has not answered; says why, if that is not as it should be."""
-
-
 class DataHost:
-    """A data host.
+    """A data host, asked for a Dataset that this digest names.
 
     Methods that ask it raise Lost if it does not answer, PermissionError if it refuses the token,
     and whatever the Dataset has raised there.
     """
 
-    def __init__(self, address: str, token: str):
-        self.address, self.token, self.failure = address, token, ""
+    def __init__(self, address: str, token: str, digest: bytes):
+        self.address, self.token, self.digest, self.failure = address, token, digest, ""
         self.channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
         self.open: set[Any] = set()  # calls
         self.heard_at = time.monotonic()  # its last sign of life
         self.workers = 0  # until it has the Dataset
+        self.greet_at = 0.0  # when it may be asked to get it
         self.asked, self.others = 0, 0  # chunks that it is asked for: by us; by others, lately
         self.luck = 0.0  # see load
         self.seconds = 0.0  # that a worker takes for a sample, lately
@@ -72,24 +71,16 @@ class DataHost:
         return rounds * samples * (self.seconds or 1e-3)
 
     def get_dataset(
-        self, digest: bytes, upload: Callable[[], Iterator[bytes]], what: str
+        self, upload: Callable[[], IO[bytes]], what: str
     ) -> tuple[int, tuple | None] | None:
         """Get the Dataset to it; return its number of workers once it has it.
 
-        And what it says of a Dataset that a callable has made. upload: yields the Dataset's pickle.
-        what: describes it.
+        And what it says of a Dataset that a callable has made. upload: returns a file with the
+        Dataset's pickle. what: describes it.
         """
-        reply, call = self.ask(digest, None, [])
+        reply, call = self.ask(None, [])
         if reply.state == wire.UNKNOWN:
-            nonce, metadata = wire.sign(self.token, digest)
-            put, errors = self.channel.stream_unary(f"/{wire.SERVICE}/Upload").future, []
-            sent = self.opened(put(self.heard(upload(), errors), metadata=metadata))
-            try:
-                taken = self.result(lambda: wire.unseal(self.token, nonce, sent.result()))
-            except Lost:
-                if errors:
-                    raise errors[0] from None
-                raise
+            taken = self.put(upload)
             if taken.state == wire.UNKNOWN:
                 raise TypeError(
                     f"{what}: it changes while it travels, or its pickle is another one each time. "
@@ -102,22 +93,31 @@ class DataHost:
             return None
         return reply.workers, self.result(wire.decode, reply, call)
 
-    def heard(self, frames: Iterator[bytes], errors: list[Exception]) -> Iterator[bytes]:
-        """Yield frames, and keep what they raise. The host is not silent while it takes them."""
-        self.heard_at = math.inf  # it is we who pickle, and it waits
+    def put(self, upload: Callable[[], IO[bytes]]) -> Reply:
+        """Upload the Dataset; raise what pickling it raises."""
+        errors: list[Exception] = []
+
+        def frames() -> Iterator[bytes]:
+            try:
+                yield from frames_of(upload())
+            except Exception as error:  # which gRPC, whose thread this is, would only log
+                errors.append(error)
+                raise
+
+        nonce, metadata = wire.sign(self.token, self.digest)
+        self.heard_at = math.inf  # it waits for us; when it is gone, gRPC notices
         try:
-            for frame in frames:
-                self.heard_at = time.monotonic()
-                yield frame
-        except Exception as error:
-            errors.append(error)
-            raise
+            call = self.channel.stream_unary(f"/{wire.SERVICE}/Upload").future
+            sent = self.opened(call(frames(), metadata=metadata))
+            return self.result(lambda: wire.unseal(self.token, nonce, sent.result()))
+        except Lost as lost:
+            raise errors[0] if errors else lost from None
         finally:
             self.heard_at = time.monotonic()
 
-    def get_chunk(self, digest: bytes, chunk: Chunk, calls: list) -> list:
+    def get_chunk(self, chunk: Chunk, calls: list) -> list:
         """Have it prepare a chunk, by a call that is added to `calls`; return the samples."""
-        reply, call = self.ask(digest, chunk, calls)
+        reply, call = self.ask(chunk, calls)
         if reply.state != wire.READY:  # it has dropped the Dataset, or has been restarted
             self.workers = 0
             raise Lost("")
@@ -127,9 +127,9 @@ class DataHost:
         self.seconds = (3 * self.seconds + seconds) / 4 if self.seconds else seconds
         return self.result(wire.decode, reply, call)
 
-    def ask(self, digest: bytes, chunk: Chunk | None, calls: list) -> tuple[Any, grpc.Call]:
+    def ask(self, chunk: Chunk | None, calls: list) -> tuple[Reply, grpc.Call]:
         """Ask it, wait, and return its Reply, and the call, whose frames may follow."""
-        request, nonce, metadata = self.signed(digest, chunk)
+        request, nonce, metadata = self.signed(chunk)
         ask = self.channel.unary_stream(f"/{wire.SERVICE}/Ask")
         call = self.opened(ask(request, metadata=metadata))
         calls.append(call)
@@ -140,25 +140,25 @@ class DataHost:
                 return reply, call
 
     def open_stream(
-        self, digest: bytes, stream: Stream, epochs: queue.SimpleQueue
-    ) -> tuple[grpc.Call, Iterator[Any]]:
+        self, stream: Stream, epochs: queue.SimpleQueue
+    ) -> tuple[grpc.Call, Iterator[Reply]]:
         """Have it run a stream; return the call and its Replies.
 
         epochs: one more begins for each b"" in it; None: no more will come.
         """
-        request, nonce, metadata = self.signed(digest, stream)
+        request, nonce, metadata = self.signed(stream)
         epochs.put(request)
         run = self.channel.stream_stream(f"/{wire.SERVICE}/Run")
         call = self.opened(run(iter(epochs.get, None), metadata=metadata))
         return call, self.replies(call, nonce)
 
-    def signed(self, digest: bytes, asked: Any) -> tuple[bytes, bytes, list]:
+    def signed(self, asked: Chunk | Stream | None) -> tuple[bytes, bytes, list]:
         """Return a Request, and the nonce and the metadata of its call."""
         pickled = pickle.dumps(asked) if asked else b""
-        request = wire.messages.Request(dataset=digest, chunk=pickled).SerializeToString()
+        request = pickle.dumps(Request(self.digest, pickled))
         return request, *wire.sign(self.token, hashlib.sha256(request).digest())
 
-    def replies(self, call: grpc.Call, nonce: bytes) -> Iterator[Any]:
+    def replies(self, call: grpc.Call, nonce: bytes) -> Iterator[Reply]:
         """Yield the Replies of a call, between which frames may be taken from it."""
         while True:
             reply = self.result(lambda: wire.unseal(self.token, nonce, next(call, b"")))
@@ -189,5 +189,3 @@ class DataHost:
             raise Lost(text) from None
         except grpc.FutureCancelledError:
             raise Lost("") from None
-        except wire.BrokenReply as error:
-            raise Lost(str(error)) from None

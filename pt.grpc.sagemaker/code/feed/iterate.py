@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from feed.samples import as_error
+from feed.samples import Asker, as_error
 from feed.wire import READY, WAITING, encode
 
 GROUP_SECONDS, GROUP_BYTES = 0.05, 4 << 20  # of samples that are sent together, about
@@ -32,9 +32,7 @@ class Stream(NamedTuple):
     seed: int  # the DataLoader's base seed
     worker: int  # w
     num_workers: int  # W; 0: the DataLoader has no workers, or there is none
-    ranks: tuple[int, int] | None  # torch.distributed's rank and world size, if initialised
-    environment: dict[str, str]  # RANK and WORLD_SIZE
-    init_fn: bytes  # the DataLoader's pickled worker_init_fn
+    asker: Asker
     taken: list[int | None]  # samples of each epoch so far, the last one is now; None: all
 
 
@@ -82,8 +80,8 @@ def become_worker(dataset: Any, stream: Stream) -> None:
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=stream.worker, num_workers=stream.num_workers, seed=seed, dataset=dataset
         )
-    if stream.init_fn:
-        [init_fn] = pickle.loads(stream.init_fn)
+    if stream.asker.init_fn:
+        [init_fn] = pickle.loads(stream.asker.init_fn)
         init_fn(stream.worker)
 
 

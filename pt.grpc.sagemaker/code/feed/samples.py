@@ -22,21 +22,22 @@ from torch.utils.data._utils import worker as torch_worker
 from feed.wire import encode, is_plain
 
 
+class Asker(NamedTuple):
+    """Who asks, as far as a Dataset can tell."""
+
+    ranks: tuple[int, int] | None = None  # torch.distributed's rank and world size, if initialised
+    environment: dict[str, str] = {}  # RANK and WORLD_SIZE
+    init_fn: bytes = b""  # the DataLoader's pickled worker_init_fn
+
+
 class Chunk(NamedTuple):
     """Some samples of a batch, and all that they depend on."""
 
-    seed: tuple[int, ...]  # of the epoch
-    batch: int  # its number in the epoch
-    start: int  # the first one's place in the batch
-    indices: list  # whatever the sampler yields
-    ranks: tuple[int, int] | None  # torch.distributed's rank and world size, if initialised
-    environment: dict[str, str]  # RANK and WORLD_SIZE
-    init_fn: bytes  # the DataLoader's pickled worker_init_fn
-
-
-def chunk_of(indices: list) -> Chunk:
-    """Return a chunk that nobody has asked for."""
-    return Chunk((), 0, 0, indices, None, {}, b"")
+    indices: list = []  # whatever the sampler yields
+    start: int = 0  # the first one's place in the batch
+    batch: int = 0  # its number in the epoch
+    seed: tuple[int, ...] = ()  # of the epoch
+    asker: Asker = Asker()
 
 
 def check_is_map_style(dataset: Any) -> None:
@@ -55,7 +56,7 @@ def check_is_map_style(dataset: Any) -> None:
 
 def make(given: Callable) -> Any:
     """Return the Dataset that a callable makes, the same one in each process."""
-    begin(None, [], chunk_of([]), 0, None)
+    begin(None, [], Chunk(), 0, None)
     dataset = given()
     check_is_map_style(dataset)
     return dataset
@@ -130,7 +131,7 @@ def state_of(generator: Any) -> tuple[Callable, Any]:
     return getattr(generator, "setstate", None) or generator.set_state, get()
 
 
-def stand_in_for_ranks() -> Callable[[Chunk], None]:
+def stand_in_for_ranks() -> Callable[[Asker], None]:
     """Have torch.distributed tell a Dataset on a data host the rank that asks for its samples.
 
     To be called before the Dataset's modules are imported. Returns what to call for each chunk.
@@ -140,11 +141,11 @@ def stand_in_for_ranks() -> Callable[[Chunk], None]:
     dist.get_rank = lambda group=None: asking[0][0] if asking[0] else -1
     dist.get_world_size = lambda group=None: asking[0][1] if asking[0] else -1
 
-    def set_ranks(chunk: Chunk) -> None:
-        asking[0] = chunk.ranks
+    def set_ranks(asker: Asker) -> None:
+        asking[0] = asker.ranks
         for name in ("RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
-        os.environ.update(chunk.environment)
+        os.environ.update(asker.environment)
 
     return set_ranks
 
@@ -158,7 +159,7 @@ def summary(dataset: Any, generators: list) -> tuple[int | None, bool, list[str]
     if not hasattr(dataset, "__len__"):
         return None, is_whole, [], []
     indices = [*range(0, len(dataset), max(1, len(dataset) // 3))]
-    leaves, structure = tree_flatten(prepare(dataset, generators, chunk_of(indices)))
+    leaves, structure = tree_flatten(prepare(dataset, generators, Chunk(indices)))
     facts, means = [str(structure)], []
     for leaf in leaves:
         if isinstance(leaf, (int, str)):

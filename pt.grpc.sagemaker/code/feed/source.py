@@ -7,7 +7,7 @@ import pickle
 import tempfile
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 from feed.epochs import Asked, asked_for
 from feed.fetch import Fetcher
-from feed.samples import Chunk, differ, make, prepare, undisturbed
-from feed.travel import Digest, dump, frames, frames_of, generators_of, paths_beside_script
+from feed.samples import Asker, Chunk, make, prepare, undisturbed
+from feed.travel import Digest, dump, generators_of, paths_beside_script
 
 MOST_INIT_FN = 8 << 20  # bytes of a pickled worker_init_fn, which goes with each request
 
@@ -103,7 +103,7 @@ class Source:
             return len(self.made())
         self.connect()
         self.fetcher.wait_for_host()
-        return self.described[1][0]
+        return self.fetcher.described[1][0]
 
     def made(self) -> Any:
         """Return the Dataset of this process."""
@@ -123,8 +123,7 @@ class Source:
                 "RemoteDataset(collate_fn=...) needs DataLoader(dataset, batch_size=..., "
                 "collate_fn=as_is)"
             )
-        asking = self.ranks_of(asked), ranks_in_environment(), self.init_fn(asked)
-        chunk = Chunk(seed, number, self.place, indices, *asking)
+        chunk = Chunk(indices, self.place, number, seed, self.asker(asked))
         self.place += len(indices)
         if not self.hosts:
             dataset = self.made()
@@ -134,13 +133,14 @@ class Source:
                 return prepare(dataset, self.generators, chunk, self.collate_fn)
         self.connect()
         self.fetcher.wait_for_host()
-        is_whole = hasattr(self.given, "__getitems__") if self.is_made else self.described[1][1]
+        described = self.fetcher.described
+        is_whole = hasattr(self.given, "__getitems__") if self.is_made else described[1][1]
         is_divisible = not (self.collate_fn or is_whole)
         self.notice(is_batch, is_divisible, asked)
         return self.fetcher.fetch(chunk, is_divisible, asked.num_workers if asked else 1)
 
-    def ranks_of(self, asked: Asked | None) -> tuple[int, int] | None:
-        """Return rank and world size, as `look_around`; raise RuntimeError if ranks are alone."""
+    def asker(self, asked: Asked | None) -> Asker:
+        """Return who asks; raise RuntimeError if this rank trains alone, beside others."""
         ranks = self.look_around()
         if asked and world_size() > 1 and not Source.were_together:
             raise RuntimeError(
@@ -150,7 +150,8 @@ class Source:
                 "it: README's table of scripts names it. If this is what you want, or something "
                 "else keeps the ranks in step, remove WORLD_SIZE from os.environ"
             )
-        return ranks
+        names = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+        return Asker(ranks, {name: os.environ[name] for name in names}, self.init_fn(asked))
 
     def init_fn(self, asked: Asked | None) -> bytes:
         """Return the worker_init_fn, pickled; not with the Dataset, as ranks may have their own."""
@@ -193,40 +194,30 @@ class Source:
         """
         if self.fetcher and not self.is_changed:
             return
-        digest = Digest()
-        file = tempfile.TemporaryFile() if keep else None  # noqa: SIM115
+        parts = {"dataset": self.given, "is_made": self.is_made, "collate_fn": self.collate_fn}
 
-        def write(to: Any) -> dict[str, str]:
+        def write(to: Any) -> dict[str, str]:  # without `self`, which is to go with its last user
             pickle.dump(paths_beside_script(), to)  # first, as the rest may need them
-            parts = {"dataset": self.given, "is_made": self.is_made, "collate_fn": self.collate_fn}
             return dump(to, **parts).globals
 
-        taken_along = write(file or digest)
-        if file:
-            file.flush()
-            for frame in frames_of(file):
-                digest.write(frame)
+        def upload() -> IO[bytes]:
+            if digest.file:
+                return digest.file
+            file = tempfile.TemporaryFile()  # noqa: SIM115
+            write(file)
+            return file
+
+        digest = Digest(tempfile.TemporaryFile() if keep else None)  # noqa: SIM115
+        taken_along, sha256 = write(digest), digest.sha256.digest()
+        self.is_changed = self.was_reached = False
+        self.is_kept |= keep
+        if self.fetcher and self.fetcher.digest == sha256:
+            return
         what = f"{type(self.given).__name__}, {digest.size / 1e6:.1f} MB"
         if taken_along:
             used = ", ".join(f"{name} in {where}" for name, where in taken_along.items())
             what += f", with globals of the script that it uses ({used}),"
-        if not self.fetcher:
-            self.fetcher = Fetcher(self.hosts, self.token, self.timeout, self.check)
-        self.described: tuple[str, Any] | None = None
-        upload = (lambda: frames_of(file)) if file else (lambda: frames(write))
-        self.fetcher.use(what, digest.sha256.digest(), upload)
-        self.is_changed = self.was_reached = False
-        self.is_kept |= keep
-
-    def check(self, address: str, about: tuple) -> None:
-        """Raise ValueError if a host's Dataset is another one than that of the others."""
-        first, known = self.described = self.described or (address, about)
-        if differ(known, about):
-            raise ValueError(
-                f"data hosts have different Datasets: that of {first} has {known[0]} samples, that "
-                f"of {address} has {about[0]}, or some are not alike. The callable must return the "
-                "same on all hosts, in the same order"
-            )
+        self.fetcher = Fetcher(self.hosts, self.token, self.timeout, what, sha256, upload)
 
     def notice(self, is_batch: bool, is_divisible: bool, asked: Asked | None) -> None:
         """Say once what makes it slow."""
@@ -261,10 +252,6 @@ class Wrapper(Dataset):
     def __delattr__(self, name: str) -> None:
         delattr(self._source.to_reach(name), name)
         self._source.is_changed = not get_worker_info()
-
-
-def ranks_in_environment() -> dict[str, str]:
-    return {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
 
 
 def world_size() -> int:

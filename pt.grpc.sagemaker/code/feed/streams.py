@@ -8,6 +8,7 @@ itself out among them. A stream that is lost is opened at another data host, and
 """
 
 import itertools
+import math
 import os
 import pickle
 import queue
@@ -24,9 +25,10 @@ from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_
 from feed import wire
 from feed.epochs import asked_for
 from feed.fetch import Fetcher
-from feed.host import DataHost, Lost
+from feed.host import DataHost
 from feed.iterate import Stream
-from feed.source import Source, Wrapper, ranks_in_environment
+from feed.source import Source, Wrapper
+from feed.wire import Lost
 
 START_SECONDS = 5.0  # for a host's server to be there, as a stream stays where it is opened
 HANGS_SECONDS = 300.0  # that a stream's process may be silent over a sample
@@ -77,7 +79,7 @@ class RemoteStream(Wrapper, IterableDataset):
         source, info = self._source, get_worker_info()
         source.begin_process()
         asked = asked_for()
-        ranks = source.ranks_of(asked)
+        asker = source.asker(asked)
         if not source.hosts:
             return iter(source.given)
         source.is_changed |= not source.is_kept  # it may have changed in ways that nobody sees
@@ -86,12 +88,10 @@ class RemoteStream(Wrapper, IterableDataset):
             asked.seed if asked else torch.initial_seed(),
             info.id if info else 0,
             info.num_workers if info else 0,
-            ranks,
-            ranks_in_environment(),
-            source.init_fn(asked),
+            asker,
             [0],
         )
-        if source.stream and source.stream.is_of(source.fetcher.digest, stream):
+        if source.stream and source.stream.is_of(source.fetcher, stream):
             source.stream.begin_epoch()
         else:
             if source.stream:
@@ -151,7 +151,7 @@ class OpenStream:
     """A stream as the training host has it: a call to a data host, or to the next one."""
 
     def __init__(self, fetcher: Fetcher, stream: Stream):
-        self.fetcher, self.digest, self.stream = fetcher, fetcher.digest, stream
+        self.fetcher, self.stream = fetcher, stream
         self.taken = stream.taken  # samples of each epoch
         self.samples: deque[tuple[bytes, list]] = deque()  # that have come: pickle and parts
         self.after: Any = None  # see iterate.run
@@ -175,10 +175,10 @@ class OpenStream:
         value, parts = self.samples.popleft()
         return pickle.loads(value, buffers=parts)
 
-    def is_of(self, digest: bytes, stream: Stream) -> bool:
+    def is_of(self, fetcher: Fetcher, stream: Stream) -> bool:
         """Whether it is a stream of the same Dataset, for the same worker."""
         like = self.stream._replace(seed=stream.seed, taken=stream.taken)
-        return (self.digest, like) == (digest, stream)
+        return fetcher is self.fetcher and like == stream
 
     def begin_epoch(self) -> None:
         """Begin the next epoch in the same process, if there still is one."""
@@ -204,7 +204,7 @@ class OpenStream:
             if reply.state == wire.RAISED:
                 self.after = "end"
                 raise self.host.raised(reply.value)
-            frames = itertools.islice(self.call, wire.frames_after(reply))
+            frames = itertools.islice(self.call, math.ceil(reply.length / wire.FRAME))
             parts = self.host.result(wire.parts_of, reply, frames)
             if reply.value:
                 self.moved_at = time.monotonic()
@@ -246,7 +246,7 @@ class OpenStream:
         self.fetcher.wait_for_host(START_SECONDS, self.fetcher.timeout)
         ready = self.fetcher.ready()
         hosts = [host for host in ready if host is not self.host] or ready
-        rank, ranks = self.stream.ranks or (0, 1)
+        rank, ranks = self.stream.asker.ranks or (0, 1)
         count = max(1, self.stream.num_workers) * ranks
         ends = [*itertools.accumulate(host.share() for host in hosts)]
         place = (self.stream.worker * ranks + rank + 0.5) / count * ends[-1]
@@ -255,7 +255,7 @@ class OpenStream:
             self.say(f"goes on at data host {host.address}, after {self.taken[-1]} samples")
         self.host = host
         self.epochs: queue.SimpleQueue = queue.SimpleQueue()
-        self.call, self.replies = host.open_stream(self.digest, self.stream, self.epochs)
+        self.call, self.replies = host.open_stream(self.stream, self.epochs)
         self.moved_at = time.monotonic()
 
     def say(self, text: str) -> None:

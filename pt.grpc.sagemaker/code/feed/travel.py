@@ -12,7 +12,6 @@ import os
 import pickle
 import random
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -95,13 +94,15 @@ def open_memmap(
 
 
 class Digest:
-    """A file that keeps the digest and the size of what is written."""
+    """Keeps the digest and the size of what is written, and passes it on to a file, if any."""
 
-    def __init__(self):
-        self.sha256, self.size = hashlib.sha256(), 0
+    def __init__(self, file: IO[bytes] | None = None):
+        self.sha256, self.size, self.file = hashlib.sha256(), 0, file
 
     def write(self, data: Any) -> int:
         self.sha256.update(data)
+        if self.file:
+            self.file.write(data)
         size = memoryview(data).nbytes
         self.size += size
         return size
@@ -152,16 +153,9 @@ def culprit(value: Any, depth: int = 8) -> str | None:
     return ""
 
 
-def frames(write: Callable[[IO[bytes]], Any]) -> Iterator[bytes]:
-    """Yield in frames what `write` writes into a file. It is never all in memory."""
-    with tempfile.TemporaryFile() as file:
-        write(file)
-        file.flush()
-        yield from frames_of(file)
-
-
 def frames_of(file: IO[bytes]) -> Iterator[bytes]:
     """Yield what is in a file, in frames; several threads may do so at the same time."""
+    file.flush()
     at = 0
     while frame := os.pread(file.fileno(), FRAME, at):
         yield frame

@@ -3,43 +3,20 @@
 All that is pickled is covered by an HMAC with the job's token, which itself does not travel: a
 request by its digest, a Dataset by its digest, which is its name, and a reply by the nonce of its
 request, which it answers alone. The memory of tensors and arrays follows a reply as it is, without
-a MAC, since it is never interpreted. grpcio-tools compiles dataset_feed.proto when this module is
-imported, so that the messages' classes are those of the protobuf that is installed.
+a MAC, since it is never interpreted: pieces of 1 MiB, as they are fastest.
 """
 
 import hashlib
 import hmac
-import math
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
 from io import BytesIO
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from google.protobuf import message_factory
-from google.protobuf.descriptor_pb2 import FileDescriptorSet
-
-
-def _compile(name: str) -> SimpleNamespace:
-    """Make the classes of the messages in a .proto file beside this one.
-
-    In a process of its own, as grpcio-tools would crash in one that has imported TensorFlow.
-    """
-    protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{Path(__file__).parent}"]
-    command = [*protoc, "--descriptor_set_out=/dev/stdout", name]
-    compiled = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
-    classes = message_factory.GetMessages(FileDescriptorSet.FromString(compiled).file)
-    return SimpleNamespace(**{full.split(".")[-1]: each for full, each in classes.items()})
-
-
-messages = _compile("dataset_feed.proto")
-READY, UNKNOWN, WAITING, RAISED, DIED = range(5)  # the proto's State
 
 SERVICE, METADATA_KEY = "dataset_feed.DatasetFeed", "feed-bin"
 FRAME = 1 << 20  # bytes in one message
@@ -55,8 +32,39 @@ KEEPALIVE = [  # of both sides, to notice within 20 s a peer that hangs or has g
 ]
 
 
-class BrokenReply(Exception):
-    """A reply that has not come whole; says what is missing."""
+# What is said of a Dataset, a chunk or a stream
+READY = 0  # here it is
+UNKNOWN = 1  # this host does not have the Dataset: upload it
+WAITING = 2  # the Dataset is being made, or all worker processes are busy
+RAISED = 3  # the Dataset has raised an exception, which is the value
+DIED = 4  # the stream's process has ended; the value says how
+
+
+class Request(NamedTuple):
+    """What a data host is asked."""
+
+    dataset: bytes  # SHA-256 of its pickle
+    chunk: bytes  # pickled samples.Chunk or iterate.Stream; empty: says only what the Dataset is
+
+
+class Reply(NamedTuple):
+    """What a data host answers; frames with the memory of tensors and arrays follow."""
+
+    state: int
+    value: bytes = b""  # pickled, but for DIED; with WAITING: how far the stream is run forward
+    sizes: tuple[int, ...] = ()  # bytes of each tensor and array that follows
+    seconds: float = 0.0  # that a worker took for the chunk
+    workers: int = 0  # processes that prepare samples here
+    calls: int = 0  # of all clients that are open here
+
+    @property
+    def length(self) -> int:
+        """Bytes of the frames that follow."""
+        return sum(size + padding(size) for size in self.sizes)
+
+
+class Lost(Exception):
+    """A host has not answered, or not all of it; says why, if that is not as it should be."""
 
 
 def mac(token: str, *parts: bytes) -> bytes:
@@ -78,20 +86,20 @@ def verify(token: str, metadata: Any) -> tuple[bytes, bytes] | None:
     return (nonce, digest) if is_ours else None
 
 
-def seal(token: str, nonce: bytes, reply: Any) -> bytes:
+def seal(token: str, nonce: bytes, reply: Reply) -> bytes:
     """Return a Reply to the call with this nonce, as it travels."""
-    content = reply.SerializeToString()
+    content = pickle.dumps(reply)
     return mac(token, b"reply", nonce, content) + content
 
 
-def unseal(token: str, nonce: bytes, data: bytes) -> Any:
+def unseal(token: str, nonce: bytes, data: bytes) -> Reply:
     """Return the Reply, or raise PermissionError if it is no answer to this call."""
     if not data:
-        raise BrokenReply("it has ended")
+        raise Lost("it has ended")
     code, content = data[:DIGEST], data[DIGEST:]
     if not hmac.compare_digest(code, mac(token, b"reply", nonce, content)):
         raise PermissionError("a reply without a valid MAC: have both sides the same HETERO_TOKEN?")
-    return messages.Reply.FromString(content)
+    return pickle.loads(content)
 
 
 class SamplePickler(pickle.Pickler):
@@ -152,38 +160,34 @@ def encode(value: Any) -> tuple[bytes, list[memoryview]]:
     return file.getvalue(), pickler.parts
 
 
-def decode(reply: Any, frames: Iterator[bytes]) -> Any:
+def decode(reply: Reply, frames: Iterator[bytes]) -> Any:
     """Return the samples of a Reply, in memory of their own, filled with the frames."""
     return pickle.loads(reply.value, buffers=parts_of(reply, frames))
 
 
-def parts_of(reply: Any, frames: Iterator[bytes]) -> list[np.ndarray]:
+def parts_of(reply: Reply, frames: Iterator[bytes]) -> list[np.ndarray]:
     """Return the memory that belongs to a Reply, filled with the frames.
 
-    Raises BrokenReply when the frames are not as many bytes as the Reply says.
+    Raises Lost when the frames are not as many bytes as the Reply says.
     """
-    starts = [0]
-    for size in reply.sizes:
-        starts.append(starts[-1] + size + -size % ALIGNMENT)
-    memory = aligned(starts[-1])
+    # NumPy's memory, for which it asks Linux for huge pages: faster to clear.
+    memory = np.empty(reply.length + ALIGNMENT, np.uint8)
+    memory = memory[padding(memory.ctypes.data) :][: reply.length]
     at = 0
     for frame in frames:
         if at + len(frame) > len(memory):
-            raise BrokenReply("more bytes than announced")
+            raise Lost("more bytes than announced")
         memory[at : at + len(frame)] = np.frombuffer(frame, np.uint8)  # without the GIL
         at += len(frame)
     if at < len(memory):
-        raise BrokenReply("fewer bytes than announced")
-    return [memory[start : start + size] for start, size in zip(starts, reply.sizes, strict=False)]
+        raise Lost("fewer bytes than announced")
+    parts = []
+    for size in reply.sizes:
+        parts.append(memory[:size])
+        memory = memory[size + padding(size) :]
+    return parts
 
 
-def frames_after(reply: Any) -> int:
-    """Return how many frames follow a Reply, where more may come after them."""
-    return math.ceil(sum(size + -size % ALIGNMENT for size in reply.sizes) / FRAME)
-
-
-def aligned(size: int) -> np.ndarray:
-    """Return memory (size,), uint8. NumPy's, which asks Linux for huge pages: faster to clear."""
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size]
+def padding(place: int) -> int:
+    """Return how many bytes come after a place in memory, before the next tensor may begin."""
+    return -place % ALIGNMENT

@@ -23,6 +23,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,16 +31,16 @@ import torch
 
 from feed.iterate import Stream, run
 from feed.samples import (
+    Chunk,
     as_error,
     begin,
-    chunk_of,
     make,
     prepare,
     stand_in_for_ranks,
     summary,
 )
 from feed.travel import generators_of
-from feed.wire import ALIGNMENT, FRAME, RAISED, READY, encode, messages
+from feed.wire import FRAME, RAISED, READY, Reply, encode, padding
 
 CHUNK_SECONDS = 300  # that a worker may be silent over a chunk before it is replaced
 MAKING_SECONDS = 3600  # and over making the Dataset, where a callable does
@@ -107,37 +108,30 @@ def hold(main: socket.socket, requests: socket.socket) -> None:
     Connection(os.dup(requests.fileno())).send((state, value))
     gc.freeze()  # the collector would write to the memory that is shared
 
-    def work(requests: socket.socket, pipe: socket.socket) -> None:
-        requests.close()
-        serve_chunks(pipe, set_ranks, *made)
-
-    fork_for_each(requests, work, [])
+    fork_for_each(requests, partial(serve_chunks, made, set_ranks), [])
 
 
 def serve_chunks(
-    pipe: socket.socket,
-    set_ranks: Callable,
-    given: Any,
-    is_made: bool,
-    collate_fn: Callable | None,
+    made: tuple, set_ranks: Callable, requests: socket.socket, pipe: socket.socket
 ) -> None:
     """Prepare one chunk after the other: what a worker process does."""
+    requests.close()
+    given, is_made, collate_fn = made
     connection, file = Connection(os.dup(pipe.fileno())), pipe.makefile("wb", FRAME)
     connection.send(os.getpid())
     problem, init_fns = b"", {b""}
     try:
         dataset = given if is_made else make(given)
-        begin(dataset, [], chunk_of([]), 0, None)  # for get_worker_info()
+        begin(dataset, [], Chunk(), 0, None)  # for get_worker_info()
         generators = generators_of(dataset, collate_fn)
     except BaseException:
         problem = as_error()
 
     def send(state: int, value: bytes, parts: list, seconds: float = 0.0) -> None:
-        sizes = [part.nbytes for part in parts]
-        connection.send((state, value, sizes, seconds))
+        connection.send(Reply(state, value, tuple(part.nbytes for part in parts), seconds))
         for part in parts:
             file.write(part)
-            file.write(bytes(-part.nbytes % ALIGNMENT))
+            file.write(bytes(padding(part.nbytes)))
         file.flush()
 
     connection.send_bytes(b"ready")
@@ -149,13 +143,13 @@ def serve_chunks(
                 value = problem
             elif request:
                 chunk = pickle.loads(request)
-                set_ranks(chunk)
+                set_ranks(chunk.asker)
                 if isinstance(chunk, Stream):
                     run(given, chunk, connection, send)  # until the other end closes
-                if chunk.init_fn not in init_fns:
-                    [init_fn] = pickle.loads(chunk.init_fn)
+                if (pickled := chunk.asker.init_fn) not in init_fns:
+                    [init_fn] = pickle.loads(pickled)
                     init_fn(0)
-                    init_fns.add(chunk.init_fn)
+                    init_fns.add(pickled)
                 value, parts = encode(prepare(dataset, generators, chunk, collate_fn))
             else:
                 value, parts = encode(None if is_made else summary(dataset, generators))
@@ -189,16 +183,15 @@ class Worker:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self.pipe.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
-    def receive(self) -> tuple[Any, deque[bytes]]:
+    def receive(self) -> tuple[Reply, deque[bytes]]:
         """Return the next Reply and its frames: all, so that no slow client keeps it busy."""
-        state, value, sizes, seconds = self.connection.recv()
-        left, frames = sum(size + -size % ALIGNMENT for size in sizes), deque()
+        reply, frames = self.connection.recv(), deque()
+        left = reply.length
         while left:
             frames.append(self.pipe.recv(min(left, FRAME), socket.MSG_WAITALL))
             if not frames[-1]:
                 raise EOFError
             left -= len(frames[-1])
-        reply = messages.Reply(state=state, value=value, sizes=sizes, seconds=seconds)
         return reply, frames
 
     def pass_on(self, epochs: Iterator[bytes]) -> None:

@@ -1,0 +1,96 @@
+"""Should this training job go heterogeneous, and with what?
+
+    python -m shared.advisor --instance ml.p4d.24xlarge --step-ms 192 --accelerator-ms 80
+    python -m shared.advisor --job NAME --synthetic-job NAME
+    python -m shared.advisor --log FILE
+
+FILE is the output of a script that was run with measured.py. For a job that was, --job is enough.
+In a notebook: %run -m shared.advisor --job NAME. Jobs of the local SageMaker are known only there.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from shared.advisor.prediction import RANK_GB_PER_S, Measured
+from shared.advisor.report import plot, shortlist
+from shared.advisor.sources import from_numbers, measure, numbers_in
+from shared.advisor.verdict import advise
+from shared.commands import reader_may_leave
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Advise on the job that the command line describes; end with status 2 if that cannot be."""
+    parser = argparse.ArgumentParser("python -m shared.advisor", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--job", help="a homogeneous training job: its numbers are looked up")
+    add("--synthetic-job", help="the same job with --data-mode synthetic")
+    add(
+        "--log", metavar="FILE", help="output of a script that was run with measured.py; - is stdin"
+    )
+    add("--instance", help="instance type that trains, such as ml.p4d.24xlarge")
+    add("--count", type=int, help="number of these instances; default: 1")
+    add("--step-ms", type=float, help="time of a step, waiting for data included")
+    add("--accelerator-ms", type=float, help="time of a step without data")
+    add("--cpu-percent", type=float, help="use of the CPUs, all together 100")
+    add("--mb-per-step", type=float, help="prepared data of a step, in megabytes")
+    add("--rank-gb-per-s", type=float, help=f"what a rank takes in; default: {RANK_GB_PER_S}")
+    add("--kept-busy-percent", type=float, help="use of all CPUs with data hosts")
+    add("--data-hosts-only", action="store_true", help="with them, training hosts prepare no data")
+    add("--region", default="us-east-1", help="of the prices")
+    add("--figure", metavar="FILE", help="draw the candidates to a .png or .svg")
+    add("--short", action="store_true", help="print the verdict and three clusters alone")
+    args = parser.parse_args(arguments)
+    try:
+        advice = advise(_measured(args), args.region, args.data_hosts_only)
+        if args.figure:
+            plot(advice).savefig(args.figure, dpi=120)
+    except (ValueError, OSError, BotoCoreError, ClientError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    with reader_may_leave():
+        print(shortlist(advice) if args.short else advice)
+
+
+def _measured(args: argparse.Namespace) -> Measured:
+    """Take the job's numbers from one of three sources, of which each has options of its own."""
+    sources = {
+        "job": {"synthetic_job"},
+        "log": {"instance", "count"},
+        "step_ms": {"instance", "count", "accelerator_ms", "cpu_percent"},
+    }
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    source = next((name for name in sources if name in given), "")
+    if not source or (source == "step_ms" and not args.instance):
+        raise ValueError("Give --job NAME, --log FILE, or --instance TYPE with --step-ms.")
+    options = {*sources, *set.union(*sources.values())}
+    if others := sorted(options & given.keys() - {source} - sources[source]):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise ValueError(f"--{source.replace('_', '-')} cannot be combined with {names}.")
+    numbers = {name: given[name] for name in options & given.keys() - {"instance"}}
+    numbers |= {"instance_type": args.instance} if args.instance else {}
+    if source == "job":
+        measured = measure(args.job, args.synthetic_job)
+    elif source == "log":
+        del numbers["log"]
+        measured = _read_log(args.log, numbers)
+    else:
+        measured = Measured(**numbers)
+    more = ("mb_per_step", "rank_gb_per_s", "kept_busy_percent")
+    return replace(measured, **{name: given[name] for name in more if name in given})
+
+
+def _read_log(path: str, corrections: dict) -> Measured:
+    """Take the numbers that measured.py has printed; the command line may correct the instances."""
+    with open(0 if path == "-" else path, errors="replace") as file:
+        numbers = numbers_in(file)
+    if not numbers:
+        raise ValueError(
+            f'{path} has no line of numbers ({{"measured": ...}}): measured.py prints it last.'
+        )
+    numbers |= corrections
+    if "instance_type" not in numbers:
+        raise ValueError(f"{path} does not say on which instance type it ran: add --instance TYPE.")
+    return from_numbers(numbers)

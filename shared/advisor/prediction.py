@@ -1,0 +1,312 @@
+"""What a training job that waits for its CPUs would do with more of them: one formula.
+
+    step time = max(CPU work / (cores x speed, added up over the hosts that prepare data),
+                    accelerator floor,
+                    data of a step / network,
+                    data of a step / (ranks x what a rank takes in))
+
+CPU work is what keeps the cores of the measured, homogeneous job for one step: step time x cores,
+in core-ms. (Cores are vCPUs on AWS.) The formula is for jobs whose CPUs are the limit, and assumes
+that other hosts' cores are kept as busy as the measured ones, unless a heterogeneous run has shown
+how busy they are: what is 80 % busy counts as 80 %. The accelerator floor is the step time without
+data, which --data-mode synthetic measures. Network is Gbit/s of the training or of the data hosts,
+whichever is less; all of the data is taken to travel. A rank for each GPU takes in what benchmarks/
+has measured, unless another figure is given. Where CPU work is within KNEE_PERCENT of the largest
+of the others, the step time is said to be exact to KNEE only. There are two bounds:
+
+    at least: the training hosts go on preparing data beside the data hosts, as the examples'
+              do. CPU work includes what the training itself needs of the CPUs.
+    at most:  the data hosts alone prepare data, as without spare cores. CPU work is then without
+              the share of the CPU time that the training takes, if the use without data is known.
+
+Speed is the ratio of the processors' clocks in cores.csv, which are AWS's figures
+(ProcessorInfo.SustainedClockSpeedInGhz of EC2's DescribeInstanceTypes), and 1 where one of them is
+not known, or where one is a base clock and the other a turbo's: EC2 has the same processor with
+both. The work done per clock cycle differs by generation and is left out. Nothing is fitted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import inf, isfinite, isnan, nan
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from shared import prices
+
+NEAR_PERCENT = 5  # dearer than the cheapest that is as fast: still near the frontier
+MOST_DATA_HOSTS = 8
+RANK_GB_PER_S = 0.6  # benchmarks/README.md, loader.py: float32, a core for a rank and its workers
+# What receiving takes of the training host's CPUs: from there, mean of uint8 and float32, and tiny.
+RECEIVE_MS_PER_MB, RECEIVE_MS_PER_BATCH = 1.6, 1.3
+KNEE_PERCENT, KNEE = 30, "±10 %"  # docs/when.md: what Cachew's published curves differ there
+DATA_HOSTS = r"ml\.[cmr]\d"  # AWS's names of families for computing, for all purposes, with memory
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A homogeneous job; nan is what is not known.
+
+    Attributes:
+        instance_type: Of the instances that train, such as "ml.p4d.24xlarge".
+        step_ms: Time of one step, waiting for data included.
+        count: Number of these instances.
+        accelerator_ms: Step time without data.
+        cpu_percent: How busy the CPUs were; all of all hosts together are 100.
+        gpu_percent: How busy the GPUs were, likewise.
+        training_cpu_percent: How busy the CPUs were without data, likewise.
+        mb_per_step: Prepared data of one step, all ranks together, in megabytes.
+        rank_gb_per_s: What one rank takes in, in gigabytes per second.
+        kept_busy_percent: How busy a heterogeneous run kept the CPUs of all its hosts, likewise.
+        source: Where the numbers are from, for the reader.
+
+    Raises:
+        ValueError: the numbers cannot be.
+    """
+
+    instance_type: str
+    step_ms: float
+    count: int = 1
+    accelerator_ms: float = nan
+    cpu_percent: float = nan
+    gpu_percent: float = nan
+    training_cpu_percent: float = nan
+    mb_per_step: float = nan
+    rank_gb_per_s: float = RANK_GB_PER_S
+    kept_busy_percent: float = nan
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        may_be_unknown = ("accelerator_ms", "mb_per_step", "kept_busy_percent")
+        for name in ("step_ms", "count", "rank_gb_per_s", *may_be_unknown):
+            value = getattr(self, name)
+            unknown = isnan(value) and name in may_be_unknown
+            if not unknown and not (isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value:g}, but must be a positive number.")
+        for name in ("cpu_percent", "gpu_percent", "training_cpu_percent", "kept_busy_percent"):
+            value = getattr(self, name)
+            if not (isnan(value) or 0 <= value <= 100):
+                raise ValueError(
+                    f"{name} is {value:g}, but must be from 0 to 100: all vCPUs (or GPUs) together "
+                    "are 100, where CloudWatch has 100 for each."
+                )
+        if self.accelerator_ms > self.step_ms:
+            raise ValueError(
+                f"accelerator_ms ({self.accelerator_ms:g}) is above step_ms ({self.step_ms:g}): "
+                "without data a step cannot take longer. Are they swapped, or of different jobs?"
+            )
+
+    @property
+    def floor_ms(self) -> float:
+        """The accelerator floor; without a measured one, the time in which the GPUs were busy."""
+        if isnan(self.accelerator_ms):
+            return self.step_ms * self.gpu_percent / 100
+        return self.accelerator_ms
+
+    @property
+    def known_floor_ms(self) -> float:
+        """The same; 0 if it is not known."""
+        return 0.0 if isnan(self.floor_ms) else self.floor_ms
+
+    @property
+    def known_mb(self) -> float:
+        """Prepared data of one step in megabytes; 0 if it is not known."""
+        return 0.0 if isnan(self.mb_per_step) else self.mb_per_step
+
+    @property
+    def busy_percent(self) -> float:
+        """How busy the CPUs were; 100 if it is not known."""
+        return 100 if isnan(self.cpu_percent) else self.cpu_percent
+
+    @property
+    def training_share(self) -> float:
+        """What the training itself takes of the CPU time of a step; 0 if it is not known."""
+        used = self.accelerator_ms * self.training_cpu_percent
+        in_all = self.step_ms * self.busy_percent
+        return 0.0 if isnan(used) or not in_all else min(1.0, used / in_all)
+
+    def taking_in_ms(self, gpus: int) -> float:
+        """Time in which the ranks take in a step's data; 0 if its amount is not known."""
+        return self.known_mb / (self.count * gpus * self.rank_gb_per_s)  # MB / GB/s = ms
+
+    def receiving_ms(self, gpus: int) -> float:
+        """CPU time in core-ms in which training hosts receive a step's data from data hosts.
+
+        It is of at least a batch for each rank, where the amount of data is not known.
+        """
+        return RECEIVE_MS_PER_MB * self.known_mb + RECEIVE_MS_PER_BATCH * self.count * gpus
+
+    def cpu_work(self, cores: int) -> tuple[float, float]:
+        """CPU work in core-ms on instances of so many cores: all of it, and that on data."""
+        work = self.step_ms * self.count * cores
+        if not isnan(self.kept_busy_percent):
+            work *= self.busy_percent / self.kept_busy_percent
+        return work, work * (1 - self.training_share)
+
+
+def instance_types(
+    instance_type: str, region: str = "us-east-1", cores: Mapping[str, int] | None = None
+) -> pd.DataFrame:
+    """Collect what is known of the instance types, with a price (nan: none is known) or without.
+
+    Args:
+        instance_type: The one that trains.
+        region: Where the prices are from.
+        cores: For jobs of the local SageMaker, whose hosts do not have the vCPUs of their types:
+            {instance type: cores here}. Only these types are there then, and equally fast.
+
+    Returns:
+        One row per type: what `prices.Price` has, cores, ghz, their kind of clock, speed, which
+        is relative to `instance_type`, and the day since when AWS no longer offers it, or "": of
+        these only those that are asked for are there.
+
+    Raises:
+        ValueError: it is not known, has no GPU, or nobody says how many vCPUs.
+    """
+    known = prices.load()
+    newest = {price.instance_type: price for price in known if isnan(price.usd_per_hour)}
+    for name in {price.instance_type for price in known if price.region == region}:
+        newest[name] = prices.find(name, region)
+    for name in {instance_type, *(cores or {})} - newest.keys():
+        prices.find(name, region)  # its error says what is known
+    types = pd.DataFrame(map(asdict, newest.values())).set_index("instance_type").sort_index()
+    families = types.index.str.extract(r"^ml\.([^.]+)\.", expand=False)
+    types["retired"] = _read("retired.csv")["since"].reindex(families).fillna("").to_numpy()
+    asked_for = types.index.isin([instance_type, *(cores or {})])
+    types = types[asked_for | (types["retired"] == "")]
+    if types["gpus"][instance_type] == 0:
+        raise ValueError(
+            f"{instance_type} has no GPU, but the question is whether accelerators wait for CPUs: "
+            "give the instance type that trains."
+        )
+    if types["vcpus"][instance_type] == 0:
+        raise ValueError(f"AWS's price list does not say how many vCPUs {instance_type} has.")
+    if cores is not None:
+        if instance_type not in cores:
+            raise ValueError(f"How many cores {instance_type} has here is not given, but others'.")
+        alike = {"ghz": nan, "clock": "", "speed": 1.0}
+        return types.loc[list(cores)].assign(cores=list(cores.values()), **alike)
+    clocks = _read("cores.csv")
+    names = [name.removeprefix("ml.") for name in types.index]
+    names = [name if name in clocks.index else name.split(".")[0] for name in names]
+    found = clocks.reindex(names).set_index(types.index)
+    types = types.assign(cores=types["vcpus"], ghz=found["ghz"], clock=found["clock"].fillna(""))
+    alike = types["clock"] == types["clock"][instance_type]
+    speed = (types["ghz"] / types["ghz"][instance_type]).where(alike).fillna(1.0)
+    return types.assign(speed=speed.round(3))  # as printed, so that it can be recomputed
+
+
+def _read(name: str) -> pd.DataFrame:
+    """Read a table of this folder, by its first column."""
+    return pd.read_csv(Path(__file__).with_name(name), index_col=0)
+
+
+def predict(measured: Measured, types: pd.DataFrame, data_hosts_only: bool = False) -> pd.DataFrame:
+    """Apply the formula to larger instances of the family and to all kinds of data hosts.
+
+    Args:
+        measured: The homogeneous job.
+        types: From `instance_types`.
+        data_hosts_only: Take the upper bound for the step time, else the lower one.
+
+    Returns:
+        One row per cluster, the measured one first. Each type of data host that has a price has a
+        row for 1, 2, ... hosts, as long as one more is faster, up to MOST_DATA_HOSTS.
+    """
+    trainer = types.loc[measured.instance_type]
+    work, _ = measured.cpu_work(trainer["cores"])
+    trainers, step = {measured.instance_type: measured.count}, measured.step_ms
+    capacity = f"{measured.count} x {trainer['cores']}"
+    rows = [_row(measured, types, "measured", trainers, capacity, (step, step), 0.0)]
+    family = measured.instance_type.rsplit(".", 1)[0] + "."
+    larger = (types["gpus"] == trainer["gpus"]) & (types["cores"] > trainer["cores"])
+    priced = types["usd_per_hour"].notna()
+    comparable = priced | isnan(trainer["usd_per_hour"])
+    of_family = types.index.str.startswith(family)
+    for name, kind in types[of_family & larger & comparable].iterrows():
+        step = work / (measured.count * kind["cores"] * kind["speed"])
+        capacity = f"{measured.count} x {kind['cores']} x {kind['speed']:.3f}"
+        larger_ones = {name: measured.count}
+        floor = measured.known_floor_ms
+        rows.append(_row(measured, types, "scale up", larger_ones, capacity, (step, step), floor))
+    for name in types[types.index.str.match(DATA_HOSTS) & priced & (types["cores"] > 0)].index:
+        before = inf
+        for count in range(1, MOST_DATA_HOSTS + 1):
+            row = with_data_hosts(measured, types, name, count, data_hosts_only)
+            if row["step time (ms)"] >= before:
+                break
+            before = row["step time (ms)"]
+            rows.append(row)
+    table = pd.DataFrame(rows)
+    table["frontier"] = _frontier(table["step time (ms)"], table["USD per 1,000 steps"])
+    return table
+
+
+def with_data_hosts(
+    measured: Measured,
+    types: pd.DataFrame,
+    data_type: str,
+    count: int,
+    data_hosts_only: bool = False,
+) -> dict[str, Any]:
+    """Apply the formula to the measured cluster with so many data hosts of a type beside it.
+
+    It does so for any number of them, also where fewer would be as fast. The rest as in `predict`.
+
+    Returns:
+        What a row of `predict` has, without the frontier.
+    """
+    trainer, kind = types.loc[measured.instance_type], types.loc[data_type]
+    work, data_work = measured.cpu_work(trainer["cores"])
+    gbps = min(measured.count * trainer["network_gbps"], count * kind["network_gbps"])
+    taking_in = measured.taking_in_ms(trainer["gpus"])
+    network = 8 * measured.known_mb / gbps  # Mbit / Gbit/s = ms
+    limit = max(measured.known_floor_ms, network, taking_in)
+    data_cores = count * kind["cores"] * kind["speed"]
+    cpu = work / (measured.count * trainer["cores"] + data_cores), data_work / data_cores
+    instances = {measured.instance_type: measured.count, data_type: count}
+    capacity = f"{measured.count} x {trainer['cores']}"
+    capacity += f" + {count} x {kind['cores']} x {kind['speed']:.3f}"
+    return _row(measured, types, "heterogeneous", instances, capacity, cpu, limit, data_hosts_only)
+
+
+def _row(
+    measured: Measured,
+    types: pd.DataFrame,
+    kind: str,
+    instances: dict[str, int],
+    capacity: str,
+    cpu: tuple[float, float],
+    limit: float,
+    data_hosts_only: bool = False,
+) -> dict[str, Any]:
+    """Describe one cluster: what it is, its step time in ms with both bounds, and its costs.
+
+    The bounds are of what the CPUs take, and `limit` is the largest of all other terms.
+    """
+    low, high = (max(ms, limit) for ms in cpu)
+    step_ms, cpu_ms = (high, cpu[1]) if data_hosts_only else (low, cpu[0])
+    at_knee = step_ms < min(cpu_ms, limit) * (1 + KNEE_PERCENT / 100)
+    usd_per_hour = sum(types["usd_per_hour"][name] * n for name, n in instances.items())
+    cost = usd_per_hour / 3600 * step_ms  # ms * 1,000 steps = s
+    now = measured.count * types["usd_per_hour"][measured.instance_type] / 3600 * measured.step_ms
+    return {
+        "instances": " + ".join(f"{n} x {name}" for name, n in instances.items()),
+        "kind": kind,
+        "data hosts": sum(instances.values()) - measured.count,
+        "cores x speed": capacity,
+        "step time (ms)": step_ms,
+        "at least (ms)": low,
+        "at most (ms)": high,
+        "USD per hour": usd_per_hour,
+        "USD per 1,000 steps": cost,
+        "improvement (%)": 100 * (1 - cost / now),
+        "knee": KNEE if at_knee else "",
+    }
+
+
+def _frontier(step: pd.Series, cost: pd.Series) -> list[str]:
+    """Say of each cluster whether none that is as fast is cheaper: "yes", "near", or ""."""
+    dearer = [c / cost[step <= s * (1 + 1e-9)].min() - 1 for s, c in zip(step, cost, strict=True)]
+    return ["yes" if d < 1e-9 else "near" if 100 * d <= NEAR_PERCENT else "" for d in dearer]

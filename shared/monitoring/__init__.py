@@ -1,0 +1,27 @@
+"""What a training job does and how fast: its status, its log, how busy its hosts are, its figures.
+
+describe.py asks SageMaker, log.py reads what the hosts have printed, bottleneck.py says how busy
+they are and what holds the job up, figures.py draws it, and command.py has the command
+`python -m shared.monitoring`.
+"""
+
+from shared.monitoring.bottleneck import utilisation
+from shared.monitoring.command import main
+from shared.monitoring.describe import wait
+from shared.monitoring.figures import COLOURS, plot_job, plot_steps
+from shared.monitoring.log import METRIC_DEFINITIONS, LogLine, logged, logs, show_logs, steps
+
+__all__ = [
+    "COLOURS",
+    "METRIC_DEFINITIONS",
+    "LogLine",
+    "logged",
+    "logs",
+    "main",
+    "plot_job",
+    "plot_steps",
+    "show_logs",
+    "steps",
+    "utilisation",
+    "wait",
+]

@@ -1,0 +1,5 @@
+"""python -m shared.monitoring: see command.py."""
+
+from shared.monitoring.command import main
+
+main()

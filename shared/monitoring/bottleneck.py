@@ -1,0 +1,267 @@
+"""How busy the hosts of a training job are, and what holds the job up.
+
+CloudWatch has the CPU and GPU utilisation of each host, DescribeTrainingJob the instance types of
+the groups, the log which host is in which group and how long the training waits for data. Only
+boto3 is used, so that it works alike on AWS and on the local SageMaker. There the time that a host
+gets on its cores stands for the vCPUs of its instance type: hosts that share a core, with each
+other or with other programs, cannot reach 100 %. And there is no GPU: where an instance type has
+one, and CloudWatch knows of none, the host's cores play it.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from math import isnan, nan
+from operator import methodcaller
+from typing import Any
+
+import pandas as pd
+
+from shared import prices
+from shared.monitoring.describe import ask, describe
+from shared.monitoring.log import hosts_of, logs, step_table, steps
+
+UNITS = {"CPU": "vcpus", "GPU": "gpus"}  # in CloudWatch, and in prices.csv
+
+# SageMaker Debugger's rule CPUBottleneck has the same threshold ("cpu_threshold", default 90:
+# docs.aws.amazon.com/sagemaker/latest/dg/debugger-built-in-profiler-rules.html).
+LIMIT_PERCENT = 90
+LATE = "they come once a minute, some minutes late"
+LEAST_WAIT_PERCENT = 10  # our choice: whoever costs less of each step holds nobody up
+RULE = (
+    f"Bottleneck: a group's CPUs that are at least {LIMIT_PERCENT} % busy, on average from the "
+    f"first step line to the last,\nwhere data costs at least {LEAST_WAIT_PERCENT} % of a step. "
+    "Where it does not, GPUs that busy are the limit, as they should be."
+)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What is known of a training job, all read at one time.
+
+    Attributes:
+        description: DescribeTrainingJob's response.
+        start: Time (UTC) of the first line of the log.
+        end: Time of the last one.
+        steps: As `log.steps` returns it; empty if the log has no step line.
+        hosts: One row per host: group, host, instance type, and how many vcpus and gpus that has,
+            nan if prices.csv does not have the type.
+        use: Percent of the instance over time (UTC), by (host, "CPU" or "GPU"); an empty series
+            where CloudWatch has no values, and nan where it is not known how many there are.
+        without_data_ms: Step time of the same job without data; nan if not known.
+    """
+
+    description: dict[str, Any]
+    start: datetime
+    end: datetime
+    steps: pd.DataFrame
+    hosts: pd.DataFrame
+    use: dict[tuple[str, str], pd.Series]
+    without_data_ms: float = nan
+
+    def plays_gpu(self, host: str) -> bool:
+        """Whether a host's cores play the GPU that its instance type has and this machine lacks."""
+        gpus = self.hosts.set_index("host")["gpus"][host]
+        return gpus > 0 and self.use[host, "GPU"].empty and not self.use[host, "CPU"].empty
+
+
+def observe(job_name: str, synthetic_job: str | None = None) -> Observed:
+    """Read what is known of a training job, and of the same job without data.
+
+    Raises:
+        ValueError: there is no such job, or it has no log (yet).
+    """
+    without_data_ms = nan
+    if synthetic_job:
+        without_data_ms = steps(synthetic_job)["step_time_ms"].median()
+    description, lines = describe(job_name), logs(job_name)
+    config = description["ResourceConfig"]
+    sizes = {price.instance_type: (price.vcpus or nan, price.gpus) for price in prices.load()}
+    groups = config.get("InstanceGroups") or []
+    types = {group["InstanceGroupName"]: group["InstanceType"] for group in groups}
+    hosts = []
+    for group, host in hosts_of(lines):
+        kind = types.get(group) or config.get("InstanceType") or "unknown"
+        vcpus, gpus = sizes.get(kind, (nan, nan))
+        size = {"instance type": kind, "vcpus": vcpus, "gpus": gpus}
+        hosts.append({"group": group, "host": host, **size})
+    start, end = lines[0].time, lines[-1].time
+    use = {
+        (row["host"], unit): _use(f"{job_name}/{row['host']}", unit, row[count], start, end)
+        for row in hosts
+        for unit, count in UNITS.items()
+    }
+    table = step_table(lines)
+    return Observed(description, start, end, table, pd.DataFrame(hosts), use, without_data_ms)
+
+
+def _use(host: str, unit: str, count: float, start: datetime, end: datetime) -> pd.Series:
+    """Read the use of so many vCPUs or GPUs of a host in percent; CloudWatch says 100 for each."""
+    for period in _periods(start, end):
+        question = methodcaller(
+            "get_metric_statistics",
+            Namespace="/aws/sagemaker/TrainingJobs",
+            MetricName=f"{unit}Utilization",
+            Dimensions=[{"Name": "Host", "Value": host}],
+            StartTime=start,
+            EndTime=end + timedelta(seconds=1),  # exclusive, and in whole seconds
+            Period=period,
+            Statistics=["Average"],
+        )
+        points = ask("cloudwatch", question)["Datapoints"]
+        if points:
+            break
+    values = {point["Timestamp"]: point["Average"] / (count or nan) for point in points}
+    return pd.Series(values, dtype=float).sort_index()
+
+
+def _periods(start: datetime, end: datetime) -> list[int]:
+    """List the periods, in seconds, to ask for one after the other until there are values.
+
+    The local SageMaker has one every second, AWS one a minute. CloudWatch keeps those of less
+    than a minute for 3 hours, of a minute for 15 days, of five minutes for 63 days (source: API
+    reference of GetMetricStatistics).
+    """
+    age, seconds = datetime.now(timezone.utc) - start, (end - start).total_seconds()
+    most = 1400  # an answer has 1,440 values at most, and its start is rounded down
+    kept = 60 if age < timedelta(days=15) else 300 if age < timedelta(days=63) else 3600
+    short = [p for p in (1, 5, 10, 20, 30) if age < timedelta(hours=3) and seconds < p * most]
+    return [*short[:1], kept * (1 + int(seconds / kept) // most)]
+
+
+def utilisation(job_name: str) -> pd.DataFrame:
+    """Look up how busy each host was on average, from the first step line to the last.
+
+    Without a step line it is the average over all of the log. On AWS CloudWatch has one value a
+    minute: too few for a job of a few minutes.
+
+    Returns:
+        One row per host: group, host, instance type, "CPU (%)" and "GPU (%)", where 100 is all of
+        the instance; nan where CloudWatch has no values, or prices.csv not the instance type. A
+        column with nothing else is left out.
+
+    Raises:
+        ValueError: there is no such job, or it has no log.
+    """
+    return averages(observe(job_name)).dropna(axis="columns", how="all")
+
+
+def averages(seen: Observed) -> pd.DataFrame:
+    """Compute the table that `utilisation` returns, with all its columns."""
+    table = seen.hosts[["group", "host", "instance type"]].copy()
+    for unit in UNITS:
+        table[f"{unit} (%)"] = [
+            _average(seen.use[host, unit], seen.steps) for host in table["host"]
+        ]
+    return table
+
+
+def _average(values: pd.Series, steps: pd.DataFrame) -> float:
+    """Average values over the time of the training."""
+    if values.empty or steps.empty:
+        return values.mean()
+    first, last = steps["time"].iloc[0], steps["time"].iloc[-1]
+    times = values.index.to_series()
+    length = _length(times)
+    inside = values[(times >= first) & (times + length <= last)]
+    partly = values[(times > first - length) & (times <= last)]
+    return (partly if inside.empty else inside).mean()
+
+
+def _length(times: pd.Series) -> timedelta:
+    """How long the period is that a value stands for."""
+    return timedelta(minutes=1) if len(times) == 1 else times.diff().min()
+
+
+def wait_percent(steps: pd.DataFrame) -> float:
+    """Compute which part of the step time is waiting for data (medians); nan if not known.
+
+    What data costs in all, the advisor's figure, is more where workers share the cores with the
+    training: they slow down its steps as well.
+    """
+    if "data_wait_ms" not in steps:
+        return nan
+    return 100 * steps["data_wait_ms"].median() / steps["step_time_ms"].median()
+
+
+def data_percent(seen: Observed) -> float:
+    """Compute which part of a step data costs; nan if not known.
+
+    By the step without data, if that is known; else it is what the training waits for data.
+    """
+    if isnan(seen.without_data_ms):
+        return wait_percent(seen.steps)
+    step_ms = seen.steps["step_time_ms"].median()
+    return max(0.0, 100 * (1 - seen.without_data_ms / step_ms))
+
+
+def find(seen: Observed) -> dict[tuple[str, str], float]:
+    """Find what holds the job up by RULE: percent busy by (group, "CPU" or "GPU"); empty if none.
+
+    If there is a "CPU" among them it is the bottleneck, else the GPUs are the limit.
+    """
+    costs, hosts = data_percent(seen), averages(seen)
+    trainers = set() if seen.steps.empty else set(seen.steps["host"])
+    cpus_count = isnan(costs) or costs >= LEAST_WAIT_PERCENT
+    cpus, gpus = {}, {}
+    for group, members in hosts.groupby("group"):
+        percents = {unit: members[f"{unit} (%)"].mean() for unit in UNITS}
+        if all(map(seen.plays_gpu, members["host"])):
+            # Beside other groups that prepare data the cores do nothing else.
+            both = set(hosts["host"]) <= trainers
+            percents = {"CPU" if both and cpus_count else "GPU": percents["CPU"]}
+        if cpus_count and percents.get("CPU", 0) >= LIMIT_PERCENT:
+            cpus[group, "CPU"] = percents["CPU"]
+        if percents.get("GPU", 0) >= LIMIT_PERCENT:
+            gpus[group, "GPU"] = percents["GPU"]
+    return cpus or gpus
+
+
+def missing(seen: Observed) -> str:
+    """Say which CPU values of the training CloudWatch does not have (yet); "" if it has all.
+
+    A host's last period may get no value: the end may be two periods after the last value.
+    """
+    end = seen.end if seen.steps.empty else seen.steps["time"].iloc[-1]
+    texts = []
+    for host in seen.hosts["host"]:
+        times = seen.use[host, "CPU"].index.to_series()
+        if times.empty:
+            texts.append(f"none of {host}")
+        elif end - times.iloc[-1] > max(2 * _length(times), timedelta(seconds=10)):
+            texts.append(f"of {host} only those up to {times.iloc[-1]:%H:%M:%S}")
+    return f"Of CPU values CloudWatch has {', '.join(texts)} (on AWS {LATE})." if texts else ""
+
+
+def verdict(seen: Observed) -> str:
+    """Say in one or two sentences what holds the training up."""
+    costs, found = data_percent(seen), find(seen)
+    waits = "" if isnan(costs) else f"; the training waits for data for {costs:.0f} % of a step"
+    if not isnan(seen.without_data_ms):
+        waits = f"; data costs {costs:.0f} % of a step"
+    unknown = seen.hosts["instance type"][seen.hosts["vcpus"].isna()].unique()
+    if not len(unknown) and averages(seen)[["CPU (%)", "GPU (%)"]].isna().all(axis=None):
+        return (
+            "Bottleneck: not known, as CloudWatch has no values of these hosts while they trained "
+            f"(on AWS {LATE}){waits}."
+        )
+    absent = missing(seen)
+    what = " and ".join(f"the {u}s of {group} ({p:.0f} % busy)" for (group, u), p in found.items())
+    if any(unit == "CPU" for _, unit in found):
+        text = f"Bottleneck: {what}{waits}."
+    elif found:
+        as_it_should = ", as it should be" if not costs >= LEAST_WAIT_PERCENT else ""
+        text = f"The limit: {what}{as_it_should}{waits}."
+    elif len(unknown) or absent:
+        text = f"Bottleneck: not known{waits}."
+    elif costs >= LEAST_WAIT_PERCENT:
+        text = (
+            f"Bottleneck: none of these CPUs and GPUs{waits}. Look at the network, the storage, "
+            "and the number of workers."
+        )
+    else:
+        text = f"Bottleneck: none{waits}."
+    if playing := [host for host in seen.hosts["host"] if seen.plays_gpu(host)]:
+        text += f" There is no GPU here: the cores of {', '.join(playing)} play it."
+    if len(unknown):
+        text += f" Not judged: {', '.join(unknown)}, which is not in shared/prices.csv."
+    return f"{text} {absent}" if absent else text

@@ -1,0 +1,181 @@
+"""Figures of a training job: how busy its hosts are over time, and how long its steps take."""
+
+import textwrap
+from collections.abc import Mapping
+from datetime import timedelta
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from shared.monitoring import bottleneck
+from shared.monitoring.log import steps
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito, colour-blind-safe
+# Of what is marked the text's colour and the background's: a bottleneck, and GPUs at their limit.
+_MARKS = {"CPU": ("#B34E00", "#FFE5D3"), "GPU": ("#00664A", "#DDF1E9"), "": ("black", "0.93")}
+
+
+def plot_steps(job_names: Mapping[str, str], synthetic_job: str | None = None) -> Figure:
+    """Draw step time, and what data costs of it, over the steps of training jobs.
+
+    Args:
+        job_names: Names of the jobs by label.
+        synthetic_job: The same job without data: what a step takes longer is what data costs.
+            Without it, that is the time in which the training waits for data.
+    """
+    fig, panels = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True, layout="constrained")
+    costs, floor = "of which waiting for data", 0.0
+    if synthetic_job:
+        costs, floor = "What data costs of it", steps(synthetic_job)["step_time_ms"].median()
+        panels[0].axhline(floor, color="0.35", ls="--", label="a step without data")
+    for i, (label, job_name) in enumerate(job_names.items()):
+        table = steps(job_name)
+        longer = (table["step_time_ms"] - floor).clip(lower=0)
+        table["costs"] = longer if floor else table.get("data_wait_ms")
+        for panel, column in zip(panels, ("step_time_ms", "costs"), strict=True):
+            colour, marker = COLOURS[i % len(COLOURS)], "os^D"[i % 4]
+            if not table[column].isna().all():  # a script of one's own may not log its waiting
+                panel.plot(table["step"], table[column], marker=marker, color=colour, label=label)
+    for panel, name in zip(panels, ("Step time", costs), strict=True):
+        panel.set_title(name, fontsize=13)
+        panel.set_xlabel("step", fontsize=12)
+        panel.tick_params(labelsize=11)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", alpha=0.3)
+    panels[0].set_ylim(bottom=0)
+    panels[0].set_ylabel("ms per step", fontsize=12)
+    handles, labels = panels[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=11, frameon=False)
+    plt.close(fig)  # the notebook draws the returned figure; left open, it would be drawn twice
+    return fig
+
+
+def plot_job(job_name: str, synthetic_job: str | None = None) -> Figure:
+    """Draw how busy each host of a training job was, and its steps, over time.
+
+    100 % is all of the instance. The hosts of the bottleneck are marked; the rule for it,
+    `bottleneck.RULE`, is below the figure. With synthetic_job, the same job without data, it is
+    known what data costs of a step; else only for how long the training waits for it.
+
+    Raises:
+        ValueError: there is no such job, or it has no log (yet).
+    """
+    return plot(bottleneck.observe(job_name, synthetic_job))
+
+
+def plot(seen: bottleneck.Observed) -> Figure:
+    """Draw what is known of a training job, as `plot_job` does."""
+    hosts = bottleneck.averages(seen)
+    rows = len(hosts) + (not seen.steps.empty)
+    fig, grid = plt.subplots(
+        rows, 1, figsize=(11, 2.2 + 1.4 * rows), sharex=True, squeeze=False, layout="constrained"
+    )
+    panels, found = grid[:, 0], bottleneck.find(seen)
+    for panel, (_, host) in zip(panels, hosts.iterrows(), strict=False):
+        _draw_host(panel, host, seen, {unit for group, unit in found if group == host["group"]})
+    if not seen.steps.empty:
+        _draw_steps(panels[-1], seen)
+    for panel in panels:
+        panel.tick_params(labelsize=11)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", alpha=0.3)
+    panels[-1].set_xlim(left=0)
+    unit = "minutes" if _is_long(seen) else "seconds"
+    panels[-1].set_xlabel(f"{unit} since the first line of the log", fontsize=12)
+
+    entries = {}  # each label once, whichever panel has it
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    legend = {"loc": "outside lower center", "ncols": 4, "fontsize": 11, "frameon": False}
+    fig.legend(entries.values(), entries, title=bottleneck.RULE, title_fontsize=10, **legend)
+    clauses = bottleneck.verdict(seen).replace("; ", ";\n").splitlines()
+    verdict = "\n".join(textwrap.fill(clause, 100) for clause in clauses)
+    fig.suptitle(f"{seen.description['TrainingJobName']}\n{verdict}", fontsize=13)
+    plt.close(fig)  # the notebook draws the returned figure; left open, it would be drawn twice
+    return fig
+
+
+def _is_long(seen: bottleneck.Observed) -> bool:
+    return seen.end - seen.start > timedelta(minutes=10)
+
+
+def _elapsed(seen: bottleneck.Observed, times: pd.Series | pd.Index) -> pd.Index:
+    """Convert times to seconds since the first line of the log; for a long job, to minutes."""
+    return (pd.Index(times) - seen.start).total_seconds() / (60 if _is_long(seen) else 1)
+
+
+def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: set[str]) -> None:
+    """Draw one host's CPUs and GPUs over time, say their averages, and mark what is the limit."""
+    said, plays, nothing = (
+        [],
+        seen.plays_gpu(host["host"]),
+        "CloudWatch has no values of this host.",
+    )
+    styles = {"CPU": (COLOURS[0], "o-"), "GPU": (COLOURS[2], "s--")}
+    for unit in bottleneck.UNITS:
+        values, percent = seen.use[host["host"], unit], host[f"{unit} (%)"]
+        if values.isna().all():
+            if not values.empty:
+                nothing = "shared/prices.csv does not have this instance type."
+            continue
+        name, looks = f"{unit}s", unit
+        if plays:
+            name = "cores that also play the GPU" if "CPU" in marked else "cores that play the GPU"
+            looks = "CPU" if "CPU" in marked else "GPU"
+        if pd.isna(percent):
+            said.append(f"no values of its {unit}s while it trained")
+        else:
+            said.append(f"{name} {percent:.0f} % busy{_judgement(looks, percent, marked, seen)}")
+        colour, style = styles[looks]
+        times = _elapsed(seen, values.index)
+        panel.plot(times, values, style, color=colour, markersize=4, label=name)
+    if not said:
+        panel.text(0.5, 0.5, nothing, transform=panel.transAxes, ha="center", fontsize=12)
+    text_colour, background = _MARKS[min(marked, default="")]
+    if not seen.steps.empty:
+        first_and_last = _elapsed(seen, seen.steps["time"].iloc[[0, -1]])
+        panel.axvspan(*first_and_last, color=background, zorder=0, label="first to last step line")
+    panel.set_ylim(0, 105)
+    limit = bottleneck.LIMIT_PERCENT
+    panel.axhline(limit, color="0.4", ls=":", label=f"{limit} %")
+    panel.set_yticks([0, 50, 100])
+    panel.set_ylabel("% of instance", fontsize=11)
+    name = f"{host['group']} / {host['host']} ({host['instance type']})"
+    panel.set_title(name, loc="left", fontsize=12)
+    looks = {"color": text_colour, "weight": "bold"} if marked else {}
+    panel.set_title(", ".join(said), loc="right", fontsize=12, **looks)
+
+
+def _judgement(unit: str, percent: float, marked: set[str], seen: bottleneck.Observed) -> str:
+    """What follows from so many percent by bottleneck.RULE."""
+    if unit in marked:
+        return " = BOTTLENECK" if unit == "CPU" else " = the limit"
+    is_busy = unit == "CPU" and percent >= bottleneck.LIMIT_PERCENT
+    if is_busy and bottleneck.data_percent(seen) < bottleneck.LEAST_WAIT_PERCENT:
+        return f", but data costs less than {bottleneck.LEAST_WAIT_PERCENT} % of a step"
+    return ""
+
+
+def _draw_steps(panel: Axes, seen: bottleneck.Observed) -> None:
+    """Draw the step time, what the training waits for data of it, and the step without data."""
+    times = pd.Series(_elapsed(seen, seen.steps["time"]))
+    median = seen.steps["step_time_ms"].median()
+    series = {"step_time_ms": ("0.25", "step time"), "data_wait_ms": (COLOURS[1], "waits for data")}
+    for rows in seen.steps.groupby("host").groups.values():
+        for key, (colour, label) in series.items():
+            if key in seen.steps:
+                values = seen.steps[key][rows]
+                panel.plot(times[rows], values, "D-", color=colour, markersize=4, label=label)
+    said, costs = f"median {median:.1f} ms", bottleneck.data_percent(seen)
+    if not pd.isna(seen.without_data_ms):
+        panel.axhline(seen.without_data_ms, color="0.35", ls="--", label="a step without data")
+        said += f", {seen.without_data_ms:.1f} without data, which costs {costs:.0f} % of it"
+    elif not pd.isna(costs):
+        said += f", of which it waits for data for {costs:.0f} %"
+    panel.set_ylim(0, 1.15 * seen.steps["step_time_ms"].max())
+    panel.set_ylabel("ms", fontsize=11)
+    panel.set_title("Step time", loc="left", fontsize=12)
+    panel.set_title(said, loc="right", fontsize=12)

@@ -1,0 +1,63 @@
+"""Modules are short and without import circles, and tests/README.md says what each test is for."""
+
+import ast
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from helpers.pages import ROOT
+
+pytestmark = pytest.mark.quick
+# Where first-party modules are imported from.
+TOPS = [ROOT, *ROOT.glob("*.sagemaker/code"), ROOT / "docs/environments", ROOT / "benchmarks"]
+FOLDERS = ("shared", "*.sagemaker", "docs", "scripts", "benchmarks", "tests", ".ci")
+FILES = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
+
+
+# One file that people copy by itself, and that needs nothing else.
+LONGER = {"hello.world.sagemaker/code/preflight.py": 500}
+
+
+def test_no_file_has_more_than_400_lines():
+    lines = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in FILES}
+    assert not {path: count for path, count in lines.items() if count > LONGER.get(path, 400)}
+
+
+def imported(path: Path, modules: dict[str, Path], name: str) -> set[str]:
+    """Those of the modules that this one imports when it is imported itself."""
+    parents, found = name.split("."), set()
+    if path.stem == "__init__":
+        parents.append("")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            start = [*parents[: -node.level], node.module] if node.level else [node.module]
+            package = ".".join(filter(None, start))
+            within = {f"{package}.{alias.name}" for alias in node.names}
+            found |= within & modules.keys() or {package}
+    return found & modules.keys()
+
+
+@pytest.mark.parametrize("top", TOPS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_module_imports_itself_by_way_of_others(top: Path):
+    modules = {
+        ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in FILES
+        if path.is_relative_to(top)
+    }
+    graph = {name: imported(path, modules, name) for name, path in modules.items()}
+    assert [*TopologicalSorter(graph).static_order()]  # CycleError names the circle
+
+
+def test_the_table_of_promises_has_every_file_and_says_where_it_runs():
+    rows = re.findall(r"^\| .+ \| (.+) \| (.+) \|$", (ROOT / "tests/README.md").read_text(), re.M)
+    held = [(re.findall(r"\]\((\S+?\.py)\)", files), commands) for files, commands in rows]
+    named = [ROOT / "tests" / file for files, _ in held for file in files]
+    assert {*named} >= {*ROOT.glob("tests/*/test_*.py")} and all(map(Path.exists, named))
+    for files, commands in held:
+        texts = [(ROOT / "tests" / file).read_text() for file in files]
+        is_thorough = any(re.search(r"mark\.thorough|`make\sthorough`", text) for text in texts)
+        assert ("thorough" in commands) == is_thorough, files

@@ -1,0 +1,154 @@
+"""The lines that the TensorFlow example's README tells people to copy, run as they stand."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sagemaker.core.training.configs import InputData
+
+from helpers.data_service import dispatcher_of, put_numbers
+from helpers.images import image
+from helpers.jobs import Jobs, texts_in
+from helpers.pages import (
+    EXAMPLE,
+    MY_FUNCTIONS,
+    TENSORFLOW,
+    TF_COMMAND,
+    TF_FIT,
+    TF_FOLDERS,
+    TF_MAP,
+    TF_RANKS,
+    TF_SERVE,
+    TF_TORCH,
+    TF_TRAINING,
+    TF_V2,
+    count_lines,
+)
+from helpers.sdk_v2 import request_of_sdk_v2
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+def trained_on(log: list[str]) -> list[tuple[int, int]]:
+    """What Tell has printed: pairs of a number, and of who has prepared it."""
+    pairs = re.findall(r"\[(\d+) (\d+)\]", "\n".join(log))
+    return [(int(number), int(who)) for number, who in pairs]
+
+
+def train_with_tensorflow(jobs: Jobs, data: InputData | None, files: dict, options: str) -> list:
+    """Run lines of TensorFlow's README on two data hosts; return the log."""
+    training = TF_TRAINING.replace("CONFIG", "../../config/resourceconfig.json")
+    copied = texts_in(TENSORFLOW / "code", "hetero", "service", "ranks")
+    files = {"my_training.py": training, "my_functions.py": MY_FUNCTIONS, **copied, **files}
+    job = jobs.run(
+        files,
+        f"exec python -m hetero --spare-cores 0 {options} train.py",
+        {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)},
+        environment={"HETERO_TOKEN": "a secret"},
+        input_data_config=[data] if data else None,
+    )
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    return jobs.log(job["TrainingJobName"])
+
+
+def test_lines_for_one_rank(jobs: Jobs, tmp_path: Path):
+    """Two devices in one process: each sample once in each of three epochs."""
+    assert count_lines(TF_FIT) < 20
+    options = TF_COMMAND.removeprefix("python -m hetero ").removesuffix(" train.py")
+    data = put_numbers(tmp_path, 1500)
+    log = train_with_tensorflow(jobs, data, {"train.py": TF_FIT}, options)
+    pairs = trained_on(log)
+    assert sorted(number for number, _ in pairs) == sorted([*range(1500)] * 3)
+    data_hosts = re.findall(r"host=algo-(\d+) group=data_group", "\n".join(log))
+    assert {host for _, host in pairs} <= set(map(int, data_hosts))
+
+
+@pytest.mark.thorough
+def test_lines_for_several_ranks(jobs: Jobs, tmp_path: Path):
+    """In a pass over the data no record comes twice."""
+    arrive = 2 * 300 * 64  # ranks, steps, batch size
+    data = put_numbers(tmp_path, 2 * arrive)  # so that the first pass is not over
+    options = "--ranks 2 --serve service/serve.py --needed first"
+    log = train_with_tensorflow(jobs, data, {"train.py": TF_RANKS}, options)
+    numbers = [number for number, _ in trained_on(log)]
+    assert len({*numbers}) == len(numbers) == arrive
+
+
+def test_lines_for_python_functions(jobs: Jobs, tmp_path: Path):
+    """Four processes of each data host call them."""
+    training = TF_TRAINING.replace("CONFIG", "../../config/resourceconfig.json")
+    [line] = [line for line in TF_MAP.splitlines() if not line.startswith("#")]
+    line += "\n    dataset = dataset.map(lambda x, y: (tf.ensure_shape(x, [2]), y))"
+    training = training.replace(
+        "    return dataset.batch(", f"    {line}\n    return dataset.batch("
+    )
+    files = {"train.py": TF_FIT, "serve.py": TF_SERVE, "my_training.py": training}
+    data = put_numbers(tmp_path, 3000)
+    pairs = trained_on(train_with_tensorflow(jobs, data, files, "--serve serve.py --needed first"))
+    assert sorted(number for number, _ in pairs) == sorted([*range(3000)] * 3)
+    assert len({process for _, process in pairs}) > 2
+
+
+TORCH_DATASET = """
+import os
+import numpy as np
+
+class MyDataset:
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        return np.float32([index, os.getpid()]), np.float32(0)
+"""
+
+
+@pytest.mark.thorough
+def test_lines_for_keras_on_pytorch_s_loader(jobs: Jobs):
+    training = TF_TRAINING.replace("from service import numpy_function\nimport my_functions\n", "")
+    files = {"train.py": TF_TORCH, "my_training.py": training + TORCH_DATASET}
+    files |= texts_in(EXAMPLE / "code", "feed")
+    pairs = trained_on(train_with_tensorflow(jobs, None, files, "--serve feed/server.py"))
+    assert sorted(number for number, _ in pairs) == sorted([*range(400)] * 3)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_lines_for_images_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int):
+    """Workers give each image once, with the label of its own."""
+
+    classes, labels = 5, {}
+    for number in range(300):
+        folder = tmp_path / "images" / f"class {number % classes}"
+        folder.mkdir(parents=True, exist_ok=True)
+        picture = image(number)
+        Image.fromarray(picture).save(folder / f"{number}.png")
+        labels[picture.tobytes()] = number % classes
+    monkeypatch.chdir(tmp_path)
+    said = {}
+    exec(TF_FOLDERS.replace("(256, 256)", "(32, 32)"), said)
+    from service import distribute
+
+    with dispatcher_of(workers) as dispatcher:
+        monkeypatch.setenv("HETERO_DATA_HOSTS", dispatcher)
+        batches = distribute(said["dataset"], name=f"{workers}").as_numpy_iterator()
+        seen = [
+            (picture.round().astype(np.uint8).tobytes(), int(label))
+            for pictures, numbers in batches
+            for picture, label in zip(pictures, numbers, strict=True)
+        ]
+    assert sorted(seen) == sorted(labels.items())
+
+
+def test_lines_for_sdk_v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "entry.py").touch()
+    monkeypatch.chdir(tmp_path)
+    request = request_of_sdk_v2(TF_V2)
+    groups = {g["InstanceGroupName"] for g in request["ResourceConfig"]["InstanceGroups"]}
+    assert groups == {"data_group", "dnn_group"} and "HETERO_TOKEN" in request["Environment"]
+    names = set(request["HyperParameters"])  # those of the toolkit, which passes them not on
+    assert names and all(name.startswith("sagemaker_") for name in names)
+    [channel] = request["InputDataConfig"]
+    assert channel["ChannelName"] == "training"
+    assert "InstanceGroupNames" not in channel["DataSource"]["S3DataSource"]  # so, for all groups

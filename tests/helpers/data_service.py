@@ -1,0 +1,66 @@
+"""tf.data.service in the test's own process, and numbers for tests that count them."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pytest
+from sagemaker.core.training.configs import InputData
+
+
+@contextmanager
+def dispatcher_of(workers: int) -> Iterator[str]:
+    """Start a dispatcher with so many workers; give its HOST:PORT."""
+    import tensorflow as tf  # takes seconds in each process that only collects the tests
+
+    service = tf.data.experimental.service
+    dispatcher = service.DispatchServer()
+    address = dispatcher.target.removeprefix("grpc://")
+    servers = [service.WorkerServer(service.WorkerConfig(address)) for _ in range(workers)]
+    yield address
+    del servers, dispatcher  # their destructors stop them
+
+
+def put_numbers(folder: Path, records: int, files: int = 12) -> InputData:
+    """A channel of numbers in TFRecord files."""
+    import tensorflow as tf
+
+    s3 = boto3.client("s3")
+    s3.create_bucket(Bucket=f"numbers-{records}")
+    for file in range(files):
+        with tf.io.TFRecordWriter(f"{folder}/part") as writer:
+            for number in range(file * records // files, (file + 1) * records // files):
+                writer.write(b"%d" % number)
+        s3.upload_file(f"{folder}/part", f"numbers-{records}", f"{file}.tfrecord")
+    return InputData(channel_name="training", data_source=f"s3://numbers-{records}/")
+
+
+@contextmanager
+def data_hosts(workers: int, ranks: int = 1) -> Iterator[None]:
+    """What `distribute` finds in its environment, and in this process."""
+    from service import distributed
+
+    with pytest.MonkeyPatch.context() as patch, dispatcher_of(workers) as address:
+        patch.setenv("HETERO_DATA_HOSTS", address)
+        patch.setenv("WORLD_SIZE", str(ranks))
+        patch.setattr(distributed, "used_names", set())
+        patch.setattr(distributed, "are_in_step", lambda: True)
+        yield
+
+
+def numbered(numbers: Any) -> Any:
+    """With the label of each."""
+    return numbers.map(lambda n: (n, 7 * n))
+
+
+def counted(dataset: Any) -> Counter:
+    """How often each pair of a number and its label comes."""
+    return Counter(
+        pair
+        for numbers, labels in dataset.as_numpy_iterator()
+        for pair in zip(np.ravel(numbers).tolist(), np.ravel(labels).tolist(), strict=True)
+    )

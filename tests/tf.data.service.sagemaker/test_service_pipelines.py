@@ -1,0 +1,275 @@
+"""Pipelines that data hosts run: the same samples as without them, or refused with what to do."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.data_service import counted, data_hosts, numbered
+from helpers.pages import TENSORFLOW
+
+SAMPLES, FILES = 400, 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    """Take TensorFlow's seconds in the process that runs these tests, not in all that collect."""
+    global Dataset, distribute, distributed, pipelines, tf
+    import tensorflow as tf
+
+    from service import distribute, distributed, pipelines
+
+    Dataset = tf.data.Dataset
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with files of numbers in three formats."""
+    folder = tmp_path_factory.mktemp("files")
+    for first in range(0, SAMPLES, SAMPLES // FILES):
+        numbers = [b"%04d" % number for number in range(first, first + SAMPLES // FILES)]
+        with tf.io.TFRecordWriter(f"{folder}/{first:04}.tfrecord") as writer:
+            for number in numbers:
+                writer.write(number)
+        (folder / f"{first:04}.txt").write_bytes(b"\n".join(numbers))
+        (folder / f"{first:04}.fixed").write_bytes(b"".join(numbers))
+    return folder
+
+
+def sources(folder: Path) -> dict[str, Callable[[], Any]]:
+    """Datasets of the numbers up to SAMPLES, by name."""
+
+    def names(suffix: str) -> list[str]:
+        return sorted(map(str, folder.glob(f"*.{suffix}")))
+
+    def listed(**options: Any) -> Any:
+        return Dataset.list_files(f"{folder}/*.tfrecord", **options)
+
+    def number(text: Any) -> Any:
+        return tf.strings.to_number(text, tf.int64)
+
+    records = tf.data.TFRecordDataset
+    return {
+        "range": lambda: Dataset.range(SAMPLES),
+        "from_tensor_slices": lambda: Dataset.from_tensor_slices(np.arange(SAMPLES)),
+        "from_tensors": lambda: Dataset.from_tensors(np.arange(SAMPLES)).unbatch(),
+        "TFRecordDataset": lambda: records(names("tfrecord")).map(number),
+        "TextLineDataset": lambda: tf.data.TextLineDataset(names("txt")).map(number),
+        "FixedLengthRecordDataset": lambda: tf.data.FixedLengthRecordDataset(names("fixed"), 4).map(
+            number
+        ),
+        "list_files, in order": lambda: listed(shuffle=False).interleave(records).map(number),
+        "list_files, in parallel": lambda: (
+            listed().interleave(records, num_parallel_calls=tf.data.AUTOTUNE).map(number)
+        ),
+        "list_files, flat_map": lambda: listed().flat_map(records).map(number),
+        "a zip and a take for each file": lambda: (
+            listed()
+            .flat_map(lambda name: Dataset.zip((records(name), records(name))).take(40).cache())
+            .map(lambda one, other: number(one))
+        ),
+    }
+
+
+def one(number: Any, label: Any) -> Any:
+    """A dataset of one sample."""
+    return Dataset.from_tensors((number, label))
+
+
+def steps() -> dict[str, Callable[[Any], Any]]:
+    """What a pipeline of numbers and labels may do with them, by name."""
+    auto, old = tf.data.AUTOTUNE, tf.data.experimental
+    keys = tf.range(SAMPLES, dtype=tf.int64)
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, 7 * keys), -1)
+    scale = tf.keras.layers.Rescaling(1.0)
+    flip = tf.keras.layers.RandomFlip()
+
+    def augmented(number: Any, label: Any) -> Any:
+        return number, label + 0 * tf.cast(tf.reduce_sum(flip(tf.ones((4, 4, 3)))), tf.int64)
+
+    return {
+        "map": lambda d: d.map(lambda n, label: (n, label)),
+        "map, in parallel": lambda d: d.map(
+            lambda n, label: (n, label), num_parallel_calls=auto, deterministic=False
+        ),
+        "filter": lambda d: d.filter(lambda n, label: n % 3 != 0),
+        "a lookup table": lambda d: d.map(lambda n, label: (n, table.lookup(n))),
+        "a Keras layer": lambda d: d.map(
+            lambda n, label: (n, tf.cast(scale(tf.cast(label, tf.float32)), tf.int64))
+        ),
+        "a Keras layer with random numbers": lambda d: d.map(augmented),
+        "shuffle": lambda d: d.shuffle(50),
+        "shuffle, with a seed": lambda d: d.shuffle(50, seed=1, reshuffle_each_iteration=False),
+        "repeat(2)": lambda d: d.repeat(2),
+        "batch and unbatch": lambda d: d.batch(7).unbatch(),
+        "batch, in parallel": lambda d: d.batch(7, num_parallel_calls=2).unbatch(),
+        "padded_batch": lambda d: (
+            d.map(lambda n, label: (n[None], label[None]))
+            .padded_batch(4)
+            .map(lambda n, label: (n[:, 0], label[:, 0]))
+            .unbatch()
+        ),
+        "ragged_batch": lambda d: (
+            d.map(lambda n, label: (tf.fill([n % 3 + 1], n), label))
+            .ragged_batch(4)
+            .map(lambda n, label: (tf.reduce_max(n, axis=1), label))
+            .unbatch()
+        ),
+        "rebatch": lambda d: d.batch(7).rebatch(4).unbatch(),
+        "prefetch": lambda d: d.prefetch(auto),
+        "options": lambda d: d.with_options(tf.data.Options()),
+        "ignore_errors": lambda d: d.ignore_errors(),
+        "concatenate": lambda d: d.concatenate(numbered(Dataset.range(1000, 1100))),
+        "sample_from_datasets": lambda d: Dataset.sample_from_datasets(
+            [d, numbered(Dataset.range(2000, 2100))], [0.7, 0.3]
+        ),
+        "flat_map": lambda d: d.flat_map(one),
+        "interleave": lambda d: d.interleave(one, cycle_length=3),
+        "interleave, in parallel": lambda d: d.interleave(one, 3, num_parallel_calls=2),
+        "bucket_by_sequence_length": lambda d: d.bucket_by_sequence_length(
+            lambda n, label: tf.cast(n % 9, tf.int32), [3, 6], [4, 4, 4]
+        ).unbatch(),
+        "group_by_window": lambda d: d.group_by_window(
+            lambda n, label: n % 3, lambda key, window: window.batch(4), window_size=4
+        ).unbatch(),
+        "take(-1) and skip(0)": lambda d: d.take(-1).skip(0).shard(1, 0),
+        "what TensorFlow calls deprecated": lambda d: (
+            d.apply(old.shuffle_and_repeat(20, 2))
+            .apply(old.map_and_batch(lambda n, label: (n, label), 6))
+            .unbatch()
+            .apply(old.parallel_interleave(one, cycle_length=2))
+        ),
+    }
+
+
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.thorough), 2, 3])
+def test_what_is_not_refused_gives_the_same_samples_with_their_labels(files: Path, workers: int):
+    pipelines_ = {name: numbered(source()) for name, source in sources(files).items()}
+    pipelines_ |= {name: step(numbered(Dataset.range(SAMPLES))) for name, step in steps().items()}
+    ops = set()
+    for name, dataset in pipelines_.items():
+        dataset = dataset.batch(16)
+        ops |= {pipelines.op_of(node) for node in pipelines.Pipeline(dataset).graph.node}
+        with data_hosts(workers):
+            assert counted(distribute(dataset)) == counted(dataset), name
+    assert ops == {*pipelines.RIGHT.split(), "", "Take", "Skip", "Shard"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(300 if "SOAK" in os.environ else 30))
+def test_nor_do_several_steps_give_others(files: Path, seed: int):
+    draw = random.Random(seed)
+    dataset = numbered(draw.choice([*sources(files).values()])())
+    names = draw.choices([*steps()], k=draw.randrange(2, 7))
+    for name in names:
+        dataset = steps()[name](dataset)
+    dataset = dataset.batch(16)
+    try:
+        pipelines.check(dataset)
+    except ValueError as error:
+        assert "after shuffle" in str(error)
+        return
+    with data_hosts(draw.choice([2, 3])):
+        assert counted(distribute(dataset)) == counted(dataset), names
+
+
+# ---- refusals
+
+
+def refused() -> dict[str, Callable[[Any], Any]]:
+    """What is refused, by words of the sentence."""
+    variable = tf.Variable(0, dtype=tf.int64)
+    batch = {"batch_size": 7, "drop_remainder": True}
+    return {
+        "a zip, enumerate, image_dataset_from_directory or the like of Keras: samples": lambda d: (
+            Dataset.zip((d.map(lambda n: n), d.map(lambda n: 7 * n)))
+        ),
+        "enumerate": lambda d: d.enumerate(),
+        "a scan": lambda d: d.scan(tf.constant(0, tf.int64), lambda at, n: (at + 1, n + at)),
+        "Dataset.counter": lambda d: Dataset.counter(),
+        "a Dataset.random": lambda d: Dataset.random(seed=1),
+        "a take: each": lambda d: d.take(100),
+        "a skip": lambda d: d.skip(100),
+        "a take_while": lambda d: d.take_while(lambda n: n < 100),
+        "a shard": lambda d: d.shard(2, 0),
+        "a cache": lambda d: d.cache(),
+        "a window": lambda d: d.window(4).flat_map(lambda w: w.batch(4)),
+        "a unique": lambda d: d.unique(),
+        "an assert_cardinality": lambda d: d.apply(tf.data.experimental.assert_cardinality(400)),
+        "an interleave after shuffle": lambda d: d.shuffle(9).interleave(Dataset.from_tensors),
+        "an interleave after .* repeat": lambda d: d.repeat(2).interleave(Dataset.from_tensors),
+        "a bucket_by_sequence_length": lambda d: d.shuffle(9).group_by_window(
+            lambda n: n % 2, lambda _, window: window.batch(4), window_size=4
+        ),
+        "a group_by_window that drops": lambda d: d.group_by_window(
+            lambda n: n % 2, lambda _, window: window.batch(4, drop_remainder=True), window_size=4
+        ),
+        "that drops or takes": lambda d: d.group_by_window(
+            lambda n: n % 2, lambda _, window: window.take(2).batch(4), window_size=4
+        ),
+        "a sample_from_datasets": lambda d: Dataset.sample_from_datasets(
+            [d.repeat(), d], stop_on_empty_dataset=True
+        ),
+        "a Dataset.random: workers": lambda d: Dataset.sample_from_datasets(
+            [Dataset.random(seed=1), Dataset.random(seed=2)]
+        ),
+        "a batch of batches": lambda d: d.repeat().batch(**batch).map(lambda n: n[1:]).batch(3),
+        "a choose_from_datasets": lambda d: Dataset.choose_from_datasets(
+            [d, d], Dataset.range(2).repeat(9)
+        ),
+        "a batch with drop_remainder": lambda d: d.batch(**batch).repeat(),
+        "drop_remainder=True: each": lambda d: d.map(lambda n: n[None]).padded_batch(**batch),
+        "enumerate, image": lambda d: d.snapshot("/nowhere"),
+        "or the like": lambda d: tf.keras.utils.timeseries_dataset_from_array([1, 2, 3], None, 2),
+        "a CSVDataset, which nobody has tried": lambda d: tf.data.experimental.CsvDataset(
+            "no", [tf.int64]
+        ),
+        "a Python function": lambda d: d.map(
+            lambda n: tf.numpy_function(lambda value: value, [n], tf.int64)
+        ),
+        r"\(py_function": lambda d: d.map(lambda n: tf.py_function(lambda v: v, [n], tf.int64)),
+        "from_generator": lambda d: Dataset.from_generator(
+            lambda: iter([1]), output_signature=tf.TensorSpec((), tf.int64)
+        ),
+        "a variable": lambda d: d.map(lambda n: variable.assign_add(1)),
+        "or table": lambda d: d.map(
+            lambda n: variable.assign_add(n + tf.random.uniform((), 0, 9, tf.int64))
+        ),
+    }
+
+
+def test_what_would_be_wrong_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HETERO_DATA_HOSTS", "nobody:1")
+    monkeypatch.setattr(distributed, "used_names", set())
+    for words, step in refused().items():
+        with pytest.raises(ValueError, match=f"distribute: .*({words}).* Instead, .+"):
+            distribute(step(Dataset.range(SAMPLES)))
+    assert not distributed.used_names
+
+
+def test_a_directory_of_images_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Keras pairs paths with labels."""
+    monkeypatch.setenv("HETERO_DATA_HOSTS", "nobody:1")
+    for name in ("cats", "dogs"):
+        (tmp_path / name).mkdir()
+        tf.io.write_file(f"{tmp_path}/{name}/1.png", tf.io.encode_png(np.zeros((4, 4, 3), "uint8")))
+    dataset = tf.keras.utils.image_dataset_from_directory(tmp_path)
+    with pytest.raises(ValueError, match=r"image_dataset_from_directory .*\(\(paths, labels\)\)"):
+        distribute(dataset)
+
+
+def test_what_is_known_to_be_right_can_be_allowed(monkeypatch: pytest.MonkeyPatch):
+    dataset = Dataset.range(SAMPLES).cache()
+    pipelines.check(dataset, allow=["Cache"])
+    with pytest.raises(ValueError):
+        pipelines.check(dataset, allow=["Zip"])
+
+
+def test_readme_has_the_rules():
+    text = (TENSORFLOW / "README.md").read_text()
+    for rule in pipelines.RULES:
+        assert f"| {rule.name} | {rule.wrong} | {rule.instead} |" in text
