@@ -5,7 +5,7 @@ the groups, the log which host is in which group and how long the training waits
 boto3 is used, so that it works alike on AWS and on the local SageMaker. There the time that a host
 gets on its cores stands for the vCPUs of its instance type: hosts that share a core, with each
 other or with other programs, cannot reach 100 %. And there is no GPU: where an instance type has
-one, and CloudWatch knows of none, the host's cores play it.
+one, the host's cores play it.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ UNITS = {"CPU": "vcpus", "GPU": "gpus"}  # in CloudWatch, and in prices.csv
 # SageMaker Debugger's rule CPUBottleneck has the same threshold ("cpu_threshold", default 90:
 # docs.aws.amazon.com/sagemaker/latest/dg/debugger-built-in-profiler-rules.html).
 LIMIT_PERCENT = 90
+LOCAL_ROLE = ":role/LocalSageMakerRole"  # which the local SageMaker gives, and AWS's jobs lack
 LATE = "they come once a minute, some minutes late"
 LEAST_WAIT_PERCENT = 10  # our choice: whoever costs less of each step holds nobody up
 RULE = (
@@ -59,9 +60,13 @@ class Observed:
     without_data_ms: float = nan
 
     def plays_gpu(self, host: str) -> bool:
-        """Whether a host's cores play the GPU that its instance type has and this machine lacks."""
+        """Whether a local host's cores play the GPU that its instance type has on AWS.
+
+        On AWS a GPU's values may be late, and CloudWatch has none of Trainium's.
+        """
+        is_local = self.description.get("RoleArn", "").endswith(LOCAL_ROLE)
         gpus = self.hosts.set_index("host")["gpus"][host]
-        return gpus > 0 and self.use[host, "GPU"].empty and not self.use[host, "CPU"].empty
+        return is_local and gpus > 0 and not self.use[host, "CPU"].empty
 
 
 def observe(job_name: str, synthetic_job: str | None = None) -> Observed:

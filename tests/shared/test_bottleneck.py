@@ -12,6 +12,7 @@ from matplotlib.colors import to_rgb
 from helpers.ended_jobs import put_job, put_log, put_use, step_lines
 from helpers.jobs import start_kernel
 from shared import costs, monitoring
+from shared.local_sagemaker.session import ROLE_NAME
 from shared.monitoring import bottleneck
 
 START = datetime.now(timezone.utc).replace(second=20, microsecond=0) - timedelta(minutes=40)
@@ -167,7 +168,8 @@ def test_the_bottleneck_is_named_and_marked(aws, capsys, data, cpu, gpu, wait, s
 def test_where_no_gpu_is_seen_the_cores_play_it(aws, data_group, floor, sentence, said):
     hosts = {"algo-2": ("dnn_group", [9500] * 6, [])}
     hosts |= {"algo-1": ("data_group", [3600] * 6, [])} if data_group else {}
-    put_job("job", PUBLISHED)
+    role = f"arn:aws:iam::123456789012:role/{ROLE_NAME}"
+    put_job("job", PUBLISHED, role_arn=role)
     put_attempt(hosts, [(200, 10)] * 5)
     put_log("synthetic", "algo-1", step_lines((floor, 0)))
     figure = monitoring.plot_job("job", synthetic_job="synthetic")
@@ -178,6 +180,15 @@ def test_where_no_gpu_is_seen_the_cores_play_it(aws, data_group, floor, sentence
     step = panels["Step"]
     assert set(step.lines[-1].get_ydata()) == {floor}
     assert f"median 200.0 ms, {floor}.0 without data, which costs" in step.get_title("right")
+
+
+def test_on_aws_a_gpu_without_values_is_not_taken_for_none(aws):
+    """Its values may be late, and CloudWatch has none of Trainium's."""
+    put_job("job", PUBLISHED)
+    put_attempt({"algo-2": ("dnn_group", [9500] * 6, [])}, [(200, 100)] * 5)
+    figure = monitoring.plot_job("job")
+    assert "There is no GPU here" not in figure.get_suptitle()
+    assert figure.axes[0].get_title("right") == "CPUs 99 % busy = BOTTLENECK"
 
 
 def test_the_figure_draws_percentages_of_the_instance_over_time(aws):
