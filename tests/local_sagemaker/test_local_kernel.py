@@ -1,5 +1,6 @@
-"""The process that the user works in: what gets out of it, and what happens when it ends."""
+"""The process that users work in: what it sees of a job, and what happens when it ends."""
 
+import json
 import os
 import signal
 import subprocess
@@ -175,3 +176,56 @@ def test_a_folder_that_is_too_long_for_sockets_is_refused(tmp_path: Path):
     assert result.returncode != 0
     assert f"{folder}, has too long a name for sockets" in result.stderr.splitlines()[-1]
     assert "set TMPDIR to one of at most 38 characters" in result.stderr
+
+
+WATCHED_JOB = """
+import json
+import boto3
+from helpers.jobs import READ_CONFIG, TWO_GROUPS
+from shared import monitoring
+
+script = READ_CONFIG + '''
+import time
+end = time.monotonic() + 4.5
+while time.monotonic() < end:
+    if group == "dnn_group":
+        time.sleep(1)
+        print("step=1 loss=1 step_time_ms=100 data_wait_ms=60 samples_per_s=1", flush=True)
+'''
+name = jobs.run({"train.py": script}, "exec python train.py", TWO_GROUPS)["TrainingJobName"]
+monitoring.main([name])
+monitoring.main([name, "--logs"])
+figure = monitoring.plot_job(name)
+drawn = {p.get_title("left"): [list(line.get_ydata()) for line in p.lines] for p in figure.axes}
+values = {}
+lines = monitoring.logs(name)
+for host in ("algo-1", "algo-2"):
+    points = boto3.client("cloudwatch").get_metric_statistics(
+        Namespace="/aws/sagemaker/TrainingJobs", MetricName="CPUUtilization", Period=1,
+        Dimensions=[{"Name": "Host", "Value": f"{name}/{host}"}],
+        StartTime=lines[0].time, EndTime=lines[-1].time, Statistics=["Average"])["Datapoints"]
+    values[host] = [point["Average"] for point in points]
+table = monitoring.utilisation(name).to_dict("records")
+print("RESULT" + json.dumps([drawn, values, table]))
+"""
+
+
+@thorough
+def test_a_job_on_this_machine_is_seen_by_the_same_code(tmp_path):
+    process = start_kernel(WATCHED_JOB, tmp_path)
+    output = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, output
+    drawn, values, (data, dnn) = json.loads(output.split("RESULT")[1])
+    assert (data["group"], data["instance type"]) == ("data_group", "ml.c5.9xlarge")
+    assert (dnn["group"], dnn["instance type"]) == ("dnn_group", "ml.g5.2xlarge")
+    for row, vcpus in ((data, 36), (dnn, 8)):
+        percentages = [value / vcpus for value in values[row["host"]]]
+        assert len(percentages) >= 2 and 0 <= min(percentages) <= max(percentages) <= 100.001
+        shown = drawn[f"{row['group']} / {row['host']} ({row['instance type']})"][0]
+        assert shown[: len(percentages)] == pytest.approx(percentages)
+        assert min(percentages) <= row["CPU (%)"] <= max(percentages)
+    assert data["CPU (%)"] > 2 * dnn["CPU (%)"]  # one is in a loop, the other sleeps
+    waits = drawn["Step time"][1]
+    assert set(waits) == {60} and len(waits) >= 3
+    assert "Step time 100.0 ms, data wait 60.0 ms" in output
+    assert f"== dnn_group / {dnn['host']} ({len(waits)} lines)" in output

@@ -1,6 +1,5 @@
 """How busy the hosts of a job are, what holds it up, the figure of it, and the command."""
 
-import json
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from helpers.ended_jobs import put_job, put_log, put_use, step_lines
-from helpers.jobs import start_kernel
 from shared import costs, monitoring
 from shared.local_sagemaker.session import ROLE_NAME
 from shared.monitoring import bottleneck
@@ -349,56 +347,3 @@ def test_bad_input_is_one_sentence_and_exit_code_2(aws, capsys, arguments, sente
         monitoring.main(arguments)
     assert end.value.code == 2
     assert sentence in capsys.readouterr().err
-
-
-LOCAL_JOB = """
-import json
-import boto3
-from helpers.jobs import READ_CONFIG, TWO_GROUPS
-from shared import monitoring
-
-script = READ_CONFIG + '''
-import time
-end = time.monotonic() + 4.5
-while time.monotonic() < end:
-    if group == "dnn_group":
-        time.sleep(1)
-        print("step=1 loss=1 step_time_ms=100 data_wait_ms=60 samples_per_s=1", flush=True)
-'''
-name = jobs.run({"train.py": script}, "exec python train.py", TWO_GROUPS)["TrainingJobName"]
-monitoring.main([name])
-monitoring.main([name, "--logs"])
-figure = monitoring.plot_job(name)
-drawn = {p.get_title("left"): [list(line.get_ydata()) for line in p.lines] for p in figure.axes}
-values = {}
-lines = monitoring.logs(name)
-for host in ("algo-1", "algo-2"):
-    points = boto3.client("cloudwatch").get_metric_statistics(
-        Namespace="/aws/sagemaker/TrainingJobs", MetricName="CPUUtilization", Period=1,
-        Dimensions=[{"Name": "Host", "Value": f"{name}/{host}"}],
-        StartTime=lines[0].time, EndTime=lines[-1].time, Statistics=["Average"])["Datapoints"]
-    values[host] = [point["Average"] for point in points]
-table = monitoring.utilisation(name).to_dict("records")
-print("RESULT" + json.dumps([drawn, values, table]))
-"""
-
-
-@pytest.mark.thorough
-def test_a_job_on_this_machine_is_seen_by_the_same_code(tmp_path):
-    process = start_kernel(LOCAL_JOB, tmp_path)
-    output = process.communicate(timeout=200)[0]
-    assert process.returncode == 0, output
-    drawn, values, (data, dnn) = json.loads(output.split("RESULT")[1])
-    assert (data["group"], data["instance type"]) == ("data_group", "ml.c5.9xlarge")
-    assert (dnn["group"], dnn["instance type"]) == ("dnn_group", "ml.g5.2xlarge")
-    for row, vcpus in ((data, 36), (dnn, 8)):
-        percentages = [value / vcpus for value in values[row["host"]]]
-        assert len(percentages) >= 2 and 0 <= min(percentages) <= max(percentages) <= 100.001
-        shown = drawn[f"{row['group']} / {row['host']} ({row['instance type']})"][0]
-        assert shown[: len(percentages)] == pytest.approx(percentages)
-        assert min(percentages) <= row["CPU (%)"] <= max(percentages)
-    assert data["CPU (%)"] > 2 * dnn["CPU (%)"]  # one is in a loop, the other sleeps
-    waits = drawn["Step time"][1]
-    assert set(waits) == {60} and len(waits) >= 3
-    assert "Step time 100.0 ms, data wait 60.0 ms" in output
-    assert f"== dnn_group / {dnn['host']} ({len(waits)} lines)" in output
