@@ -1,15 +1,15 @@
-# Every target that needs the environment (.venv) sets it up first: once, and again when the
-# requirements or the set-up itself change.
+# Targets that need the environment (.venv) set it up first. They set it up again when the
+# requirements or the set-up script change.
 
 python := .venv/bin/python
 environment := .venv/.ready
 
-# Else every process would compile again what it imports, wherever an image sets this: seconds each.
+# Some images set this. Then each process would spend seconds on compiling its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo lab test quick lint thorough containers bench soak aws clean
 
-help: ## list the targets, in the order in which people need them
+help: ## list the targets, most needed first
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(environment) ## run the notebooks on this machine, without an AWS account; results in build/
@@ -18,12 +18,12 @@ demo: $(environment) ## run the notebooks on this machine, without an AWS accoun
 lab: $(environment) ## open JupyterLab on the environment
 	@$(python) -m jupyterlab
 
-test: $(environment) ## run the tests, four files at a time: in many of them processes wait
+test: $(environment) ## run the tests, four files at a time
 	@$(python) -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not thorough"
 
-quick: $(environment) ## for who changes a line: the style, and the tests that start no job
+quick: $(environment) ## check the style, and run the tests that start no job
 	@$(python) -m ruff format --check -q . && $(python) -m ruff check -q .
-	@$(python) -m pytest -q -n 2 -m quick $$(grep -rl pytest.mark.quick tests) # no others are imported
+	@$(python) -m pytest -q -n 2 -m quick $$(grep -rl pytest.mark.quick tests) # pytest imports only these
 
 lint: $(environment) ## check format and style
 	@$(python) -m ruff format --check .
@@ -38,7 +38,7 @@ thorough: $(environment) ## run the long tests, which `make test` leaves out, an
 containers: $(environment) ## run the jobs in replicas of AWS's containers (needs root, Python 3.12, 3.10)
 	@tests/containers/run.sh
 
-bench: $(environment) build/bench/packages/.ready ## measure on this machine, beside others' ways
+bench: $(environment) build/bench/packages/.ready ## measure the loader and the jobs on this machine
 	@missed=0; \
 	$(python) benchmarks/loader.py || missed=1; \
 	$(python) benchmarks/spare_cores.py || missed=1; \
@@ -47,22 +47,22 @@ bench: $(environment) build/bench/packages/.ready ## measure on this machine, be
 	$(python) benchmarks/environments.py || missed=1; \
 	exit $$missed
 
-# Not into .venv: nothing else needs them. What they need themselves is there already.
+# Only the benchmarks need these packages, so they are not in .venv, which has their dependencies.
 build/bench/packages/.ready: benchmarks/requirements.txt
 	@$(python) -m pip install -q --no-deps --upgrade --target build/bench/packages -r $<
 	@touch $@
 
-soak: $(environment) ## let random things happen to 50 training jobs and to the loader: half an hour and more
+soak: $(environment) ## cause random failures in 50 training jobs and in the loader, for half an hour or more
 	@$(python) tests/soak.py 0 50
 	@SOAK=1 $(python) -m pytest $(addprefix tests/pt.grpc.sagemaker/test_,feed_hosts.py feed_servers.py streams_hosts.py)
 
-aws: $(environment) ## run the notebooks on AWS, which costs money: says what, and asks; results in results/
+aws: $(environment) ## run the notebooks on AWS: shows the cost, and asks before it starts; results in results/
 	@$(python) -m scripts.aws
 
-clean: ## remove everything that make has made, the environment included
+clean: ## remove everything that make has created, including the environment
 	rm -rf .venv .containers build .pytest_cache .ruff_cache
 	find . \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
-# The set-up writes the stamp itself, when nothing is missing.
+# The script writes the stamp itself when everything has been installed.
 $(environment): requirements.txt constraints.txt scripts/setup.sh
 	@scripts/setup.sh

@@ -1,4 +1,4 @@
-"""For all tests: they never leave this machine, and may run training jobs on it."""
+"""Set-up and fixtures for all tests. Tests run jobs on this machine only, never on AWS."""
 
 import contextlib
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-# Before TensorFlow, or it crashes in the tests that have both (docs/troubleshooting.md).
+# Import triton before TensorFlow: otherwise triton's import crashes (docs/troubleshooting.md).
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
-# Every notebook's kernel begins with this: a call that the policy of docs/aws.md does not
-# allow is refused, as on AWS.
+# Every notebook's kernel runs this first. Like AWS, it refuses calls that the policy of docs/aws.md
+# does not allow.
 STARTUP = Path(__file__).parent / "build" / "ipython" / "profile_default" / "startup"
 STARTUP.mkdir(parents=True, exist_ok=True)
 (STARTUP / "policy.py").write_text(
@@ -22,18 +22,18 @@ import sys
 sys.path[:0] = places = {[str(Path(__file__).parent), str(Path(__file__).parent / "tests")]}
 from helpers import permissions
 allowed, absent = permissions.enforce(permissions.managed_policy("AmazonSageMakerFullAccess"))
-del sys.path[: len(places)], places  # the notebook finds its modules by itself
+del sys.path[: len(places)], places  # the notebook must find its modules by itself
 """
 )
 os.environ["IPYTHONDIR"] = str(STARTUP.parents[1])
-os.environ["SAGEMAKER_TARGET"] = "local"  # the notebooks among them, whatever the shell says
+os.environ["SAGEMAKER_TARGET"] = "local"  # overrides the shell's value, for notebooks too
 os.environ.pop("SAGEMAKER_ROLE", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put notebooks and the files marked `first` before the others.
 
-    A long file that is started last keeps one process busy while the others idle.
+    A long file that starts last keeps one process busy while the others are idle.
     """
     items.sort(
         key=lambda item: not (item.path.suffix == ".ipynb" or item.get_closest_marker("first"))
@@ -42,9 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_litter() -> Iterator[None]:
-    """Processes that tests kill cannot clean up: what they leave goes when the tests have ended."""
+    """After all tests, delete temporary files of the processes that tests have killed."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", folder)  # theirs: this process knows its own by now
+        patch.setenv("TMPDIR", folder)  # for child processes; this process keeps its own
         yield
 
 
@@ -59,7 +59,7 @@ def local(temporary_folder) -> Iterator:
 
 @pytest.fixture(scope="module")
 def jobs(local, tmp_path_factory: pytest.TempPathFactory):
-    """Training jobs in that session."""
+    """Starts training jobs in the session of `local`."""
     from helpers.jobs import Jobs
 
     return Jobs(local.role, tmp_path_factory.mktemp("code"))
@@ -82,7 +82,7 @@ def hosts() -> Iterator[list]:
 
 @pytest.fixture
 def start() -> Iterator:
-    """Starts data hosts that a test may harm: see `data_hosts.starting`."""
+    """Starts data hosts that the test may break: see `data_hosts.starting`."""
     from helpers.data_hosts import starting
 
     with starting() as start:
@@ -91,11 +91,11 @@ def start() -> Iterator:
 
 @pytest.fixture(scope="module")
 def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of our own for the jobs' files, so that what they leave can be told from others'.
+    """A separate temporary folder for the jobs' files, so that tests can check what jobs leave.
 
-    With a short name, as the sockets in it need: those of pytest are too long.
+    Its name is short, because sockets need short paths; pytest's are too long.
     """
-    tmp_path_factory.getbasetemp()  # now, or pytest would put its own into ours
+    tmp_path_factory.getbasetemp()  # must exist before, or pytest would create it in our folder
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
@@ -104,9 +104,9 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 
 @pytest.fixture
 def nothing_is_left(temporary_folder: Path):
-    """After every test, the jobs that it waited for have left neither folders nor processes."""
+    """After each test, check that its jobs have left neither folders nor processes."""
     yield
-    from helpers.jobs import processes_naming  # tests/ gets on the path after this file is read
+    from helpers.jobs import processes_naming  # this file is read before tests/ is on the path
     from helpers.waiting import wait_until_gone
 
     wait_until_gone(

@@ -1,11 +1,11 @@
-"""How many environment steps a second does the example of docs/environments make?
+"""How many environment steps per second does the example in docs/environments make?
 
     .venv/bin/python benchmarks/environments.py
 
-Runs it as jobs on the local SageMaker, with one and with two environment hosts, each of which gets
-one core of this machine; the training shares one of them, as it waits while environments step.
-CartPole's step costs 0.01 ms. So there is also gymnasium's Acrobot, integrated in 50 steps instead
-of one, whose step costs 2 ms.
+The benchmark runs it as jobs on the local SageMaker, with one environment host and with two. Each
+host gets one core of this machine. The training shares one of these cores, because it waits while
+the environments step. A step of CartPole takes 0.01 ms. A step of the other environment takes 2 ms:
+it is gymnasium's Acrobot, integrated in 50 steps instead of one.
 """
 
 import re
@@ -37,7 +37,7 @@ gymnasium.register("FineAcrobot-v0", FineAcrobot, max_episode_steps=500)
 
 
 def measure(jobs: Jobs, environment: str, hosts: int) -> list[float]:
-    """Run a job; return its environment steps per second, as the training prints them."""
+    """Run a job; return the environment steps per second that the training prints."""
     files = {**texts_in(CODE, "hetero"), **texts_in(ROOT / "docs" / "environments")}
     files["fine.py"] = ACROBOT
     files["serve.py"] = files["serve.py"].replace("CartPole-v1", environment)
@@ -54,7 +54,7 @@ def measure(jobs: Jobs, environment: str, hosts: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure; print medians of the jobs' lines, and how much more two hosts make."""
+    """Measure; print the median of each job's lines, and the ratio of two hosts to one."""
     found, rows = {}, []
     with (
         local_sagemaker.start({"ml.c5.xlarge": 2, "ml.g5.xlarge": 1}) as local,

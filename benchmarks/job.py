@@ -1,11 +1,11 @@
-"""What the whole job gains: the notebooks' heterogeneous jobs beside the homogeneous ones, locally.
+"""What the whole job gains: the notebooks' heterogeneous jobs compared with the homogeneous ones.
 
-    .venv/bin/python benchmarks/job.py 5      so many runs of each notebook, of two minutes each
+    .venv/bin/python benchmarks/job.py 5      five runs of each notebook, of two minutes each
 
-The peer is the homogeneous job: the same training script with its framework's own way to prepare
-data on the training host, torch's DataLoader or tf.data. Its share of the machine's cores is that
-of its instance, so the speed-up is what added cores bring, less the overhead of the way there.
-The notebooks also have the advisor predict the heterogeneous job's step time before they run it.
+All jobs run on the local SageMaker. The homogeneous job runs the same training script, but prepares
+the data on the training host, with torch's DataLoader or tf.data. Its share of the machine's cores
+is that of its instance, so the speed-up is what the added cores bring, minus the overhead. Before
+the notebooks run the heterogeneous job, they have the advisor predict its step time.
 """
 
 import os
@@ -21,14 +21,14 @@ import demo  # noqa: E402
 import nbformat  # noqa: E402
 from common import table, write_results  # noqa: E402
 
-LEAST_SPEED_UP, LEAST_SHARE = 1.4, 0.9  # in the median; the share is of the most that is possible
+LEAST_SPEED_UP, LEAST_SHARE = 1.4, 0.9  # in the median; the share is that of the possible speed-up
 MEDIAN_ERROR, WORST_ERROR = 0.15, 0.25  # of the predicted step time
 SPEED_UP = re.compile(r"speed-up: ([\d.]+) of at most ([\d.]+)")
 STEP_TIME = re.compile(r"step time: predicted ([\d.]+) ms, measured ([\d.]+) ms")
 
 
 def run(path: Path) -> list[float]:
-    """Run a notebook; return speed-up, the most that is possible, predicted and measured ms."""
+    """Run a notebook; return speed-up, possible speed-up, and predicted and measured step ms."""
     notebook = nbformat.read(path, as_version=4)
     demo.execute(notebook, path.parent)
     text = "\n".join(demo.comparison(notebook))
@@ -36,9 +36,9 @@ def run(path: Path) -> list[float]:
 
 
 def main() -> None:
-    """Run the notebooks with two kinds of jobs so many times as argv[1] says; print a table."""
+    """Run each notebook with two kinds of jobs argv[1] times; print a table."""
     if len(sys.argv) != 2 or not sys.argv[1].isdecimal() or not int(sys.argv[1]):
-        sys.exit("Say how many runs of each notebook: benchmarks/job.py 5")
+        sys.exit("Give the number of runs of each notebook: benchmarks/job.py 5")
     os.environ["SAGEMAKER_TARGET"] = "local"
     demo.BUILD.mkdir(exist_ok=True)
     results, rows, missed = {}, [], []

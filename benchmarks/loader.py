@@ -1,14 +1,15 @@
-"""How fast the loader is, beside torch's DataLoader and Ray Data.
+"""How fast the loader is, compared with torch's DataLoader and Ray Data.
 
     .venv/bin/python benchmarks/loader.py      five minutes
 
-- What does a core prepare? The PyTorch example's Dataset and augmentation, on one core.
-- What does it take to receive batches? A Dataset has its samples in memory and does nothing to
-  them, so that only their way is measured.
-- What does the start of an epoch take when the Dataset is large?
+- How many samples does one core prepare? With the PyTorch example's Dataset and augmentation.
+- How much does it cost to receive batches? The Dataset has its samples in memory and does nothing
+  to them, so that only the transfer is measured.
+- How long does an epoch take to start if the Dataset is large?
 
-In the first two the data host is pinned to the first core, the training process and its
-DataLoader's workers to the last; all ways are measured in turn, and the medians compared.
+For the first two, the data host is pinned to the first core, and the process that trains on its
+batches to the last, with its DataLoader's workers. For the first, the other loaders prepare samples
+on the first core too. All ways are measured in turn, and their medians are compared.
 """
 
 import contextlib
@@ -45,41 +46,45 @@ from dataset import MnistDataset
 from feed import RemoteDataset
 
 OURS, STREAM, DATALOADER, RAY = "data host", "data host, stream", "DataLoader", "Ray Data"
-TIMES, SECONDS = 5, 3.0  # measured each time; of CPU time Linux tells hundredths of a second
-WARM_UP = 8, 0.25  # batches and seconds, at least: until nothing is left of what was held ready
+TIMES, SECONDS = 5, 3.0  # of each measurement; Linux counts CPU time in steps of 10 ms
+WARM_UP = 8, 0.25  # batches and seconds, at least: until no prefetched batches are left
 IMAGES, BATCH_SIZE, AUGMENT = 6000, 128, 2  # of the example's Dataset
-LARGE_WORKERS = 4  # of the DataLoader and of the data host, with the large Datasets
+LARGE_WORKERS = 4  # of the DataLoader and of the data host, for the large Datasets
 
-LEAST = {DATALOADER: 0.95, RAY: 1.0}  # times the samples that a core prepares otherwise
+LEAST = {DATALOADER: 0.95, RAY: 1.0}  # times the samples that a core prepares with the other loader
 MOST_CPU = 1.1  # times the CPU time of the training process with torch's own workers
 MOST_GB = 2.0  # that a data host may have in memory for a Dataset of 1 GB
 
 
 @dataclass
 class Way:
-    """Batches that come to a process on this core, and what was measured, each time."""
+    """A way to get batches in a process on this core, and what was measured each time."""
 
     core: int
     stream: Iterator
     workers: list[psutil.Process]  # of the DataLoader
-    last: Any = None  # batch
+    last: Any = None  # the last batch
     rate: list[float] = field(default_factory=list)  # batches per second
-    # CPU seconds for a batch: of this process, of the DataLoader's workers, and of the process of
-    # the data host that sends
+    # CPU seconds per batch: of this process, of the DataLoader's workers, and of the data host's
+    # process that sends
     cpu: list[list[float]] = field(default_factory=list)
 
     def result(self) -> dict[str, list]:
-        """What was measured, for the file."""
+        """Return what was measured, to be written to the file."""
         return {"batches per second": self.rate, "CPU seconds": self.cpu}
 
 
 def measure(
     ways: dict[str, tuple[int, Callable[[], Iterator]]], senders: list[psutil.Process]
 ) -> dict[str, Way]:
-    """Measure in turn: for each way a core, and what makes its batches."""
+    """Measure all ways in turn.
+
+    ways: for each way, its core, and a function that returns its batches.
+    senders: processes whose CPU time counts as that of sending.
+    """
     me, found = psutil.Process(), {}
     for name, (core, make) in ways.items():
-        os.sched_setaffinity(0, {core})  # which the workers inherit
+        os.sched_setaffinity(0, {core})  # the workers inherit it
         before, stream = {*me.children()}, make()
         next(stream)
         found[name] = Way(core, stream, [*{*me.children()} - before])
@@ -103,7 +108,7 @@ def measure(
 
 
 def wait_until_idle() -> None:
-    """Wait until no other way is still busy with what it holds ready."""
+    """Wait until no other way is still prefetching."""
     everyone, before = family(psutil.Process()), float("-inf")
     while (now := cpu_seconds(everyone)) - before >= 0.02:
         before = now
@@ -111,7 +116,7 @@ def wait_until_idle() -> None:
 
 
 def warm_up(stream: Iterator) -> None:
-    """Take what was held ready, and some more."""
+    """Take the prefetched batches, and some more."""
     batches, seconds = WARM_UP
     start = time.perf_counter()
     while batches > 0 or time.perf_counter() < start + seconds:
@@ -123,11 +128,11 @@ def batches_of(dataset: Dataset, batch_size: int, num_workers: int) -> Iterator:
     return iter(DataLoader(dataset, batch_size, num_workers=num_workers))
 
 
-# ------------------------------------------------------- what does a core prepare?
+# ------------------------------------------------------- how many samples does a core prepare?
 
 
 class Digits(MnistDataset):
-    """Noise in MNIST's format, augmented as in the notebook, again and again."""
+    """Noise in MNIST's format, augmented as in the notebook. The images repeat."""
 
     def __init__(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -146,7 +151,7 @@ class Digits(MnistDataset):
 
 
 class Prepare:
-    """What Ray Data maps over the samples' numbers."""
+    """The function that Ray Data maps over the samples' numbers."""
 
     def __init__(self):
         torch.set_num_threads(1)  # as in a DataLoader's workers
@@ -162,7 +167,7 @@ def batches_of_ray() -> Iterator:
 
     logging.disable(logging.WARNING)
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Ray's own processes import from there
-    # Of one core, Ray is to know two: reading, too, must be let go on beside the actor.
+    # Ray must believe that this core is two, so that it reads while the actor runs.
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     ray.data.DataContext.get_current().enable_progress_bars = False
     numbers = ray.data.range(10_000_000, override_num_blocks=10_000)
@@ -172,14 +177,14 @@ def batches_of_ray() -> Iterator:
 
 
 def prepare(first: int, last: int) -> tuple[dict, list[str]]:
-    """Print samples per second; return all values, and the peers that were faster."""
+    """Print samples per second; return all values, and the targets that were missed."""
     dataset = Digits()
     ours = partial(batches_of, RemoteDataset(dataset), BATCH_SIZE, 1)
     own = partial(batches_of, dataset, BATCH_SIZE, 1)
     found = measure({OURS: (last, ours), DATALOADER: (first, own)}, [])
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["RAY_TMPDIR"] = folder  # Ray does not remove what it writes there
-        # By itself, since its own processes are never quite idle. What it says is no result.
+        os.environ["RAY_TMPDIR"] = folder  # Ray leaves files there
+        # Measure it alone, because its processes are never quite idle. Hide its output.
         with contextlib.redirect_stdout(io.StringIO()):
             found |= measure({RAY: (first, batches_of_ray)}, [])
             sys.modules["ray"].shutdown()
@@ -192,11 +197,11 @@ def prepare(first: int, last: int) -> tuple[dict, list[str]]:
     return {name: way.result() for name, way in found.items()}, missed
 
 
-# ------------------------------------------------------- what does it take to receive batches?
+# ------------------------------------------------------- how much does it cost to receive batches?
 
 
 class Repeated(Dataset):
-    """The samples of one batch, again and again."""
+    """The samples of one batch, repeated."""
 
     def __init__(self, batch: torch.Tensor):
         self.batch = batch
@@ -209,7 +214,7 @@ class Repeated(Dataset):
 
 
 class RepeatedStream(IterableDataset):
-    """The same samples, without end."""
+    """The same samples, repeated forever."""
 
     def __init__(self, batch: torch.Tensor):
         self.batch = batch
@@ -254,13 +259,13 @@ def receive(first: int, last: int, host: psutil.Process) -> tuple[dict, list[str
     return results, missed
 
 
-# ------------------------------------------------------- what does the start of an epoch take?
+# ------------------------------------------------------- how long does an epoch take to start?
 
 
 class Paths(Dataset):
     """1.28 million paths"""
 
-    def __init__(self):  # as torchvision's ImageFolder has them of ImageNet
+    def __init__(self):  # those of torchvision's ImageFolder on ImageNet
         folder, images = "/opt/ml/input/data/training/n{0:08}/n{0:08}_{1}.JPEG", range(1281)
         self.samples = [(folder.format(n, image), n) for n in range(1000) for image in images]
 
@@ -285,15 +290,15 @@ class Images(Dataset):
 
 
 def begin(loader: DataLoader) -> float:
-    """Return the seconds from an epoch's start to the first batch of each worker."""
+    """Return the seconds from an epoch's start until each worker has given a batch."""
     start, batches = time.perf_counter(), iter(loader)
     for _ in range(loader.num_workers):
         next(batches)
-    return time.perf_counter() - start  # and then the workers end
+    return time.perf_counter() - start  # then the workers end
 
 
 def epoch_start() -> tuple[dict, list[str]]:
-    """Print the seconds of two epochs' starts; return all values, and the targets missed."""
+    """Print how long two epochs take to start; return all values, and the missed targets."""
     rows, results, missed = [], {}, []
     for kind in (Paths, Images):
         dataset = kind()
@@ -323,11 +328,9 @@ def main() -> None:
         results["receive"], missed["receive"] = receive(first, last, host)
         results["prepare"], missed["prepare"] = prepare(first, last)
     write_results("loader", results)
-    print(f"\nTargets: {MOST_GB} GB of a data host for 1 GB; {MOST_CPU} of the CPU time of the")
-    print(
-        f"training process with a DataLoader; of the samples by a DataLoader {LEAST[DATALOADER]},"
-    )
-    print(f"by Ray Data {LEAST[RAY]}.")
+    print(f"\nTargets: at most {MOST_GB} GB on a data host for 1 GB; at most {MOST_CPU} times the")
+    print(f"training process's CPU time with a DataLoader; at least {LEAST[DATALOADER]} times the")
+    print(f"DataLoader's samples, and {LEAST[RAY]} times those of Ray Data.")
     if any(missed.values()):
         sys.exit(f"Targets missed: {sum(missed.values(), [])}: is the machine busy?")
 
@@ -335,5 +338,5 @@ def main() -> None:
 if __name__ == "__main__":
     sys.path.append(str(ROOT / "build" / "bench" / "packages"))
     if not find_spec("ray"):
-        sys.exit("Ray Data is missing: run `make bench` once, which puts it into build/bench/.")
+        sys.exit("Ray Data is missing: run `make bench` once, which installs it in build/bench/.")
     main()

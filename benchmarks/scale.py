@@ -1,11 +1,11 @@
-"""How it grows: what the loader, the runtime and tf.data.service take as hosts become more.
+"""How the loader, the runtime and tf.data.service scale with the number of hosts.
 
     .venv/bin/python benchmarks/scale.py      eight minutes, and longer on a busy machine
 
-Data hosts, ranks and launchers are processes of their own, which talk through sockets, as on AWS.
-Their samples only sleep, since it is the traffic that is measured, and two cores could not prepare
-batches for so many. Above 30 % of this machine's CPU time, whoever took it, a figure is the
-machine's: it is measured again, and at last left out.
+Data hosts, ranks and launchers are separate processes that talk through sockets, as on AWS. The
+samples only sleep, because the benchmark measures the traffic, and two cores could not prepare
+batches for so many hosts. If this machine uses over 30 % of its CPU time, for this benchmark or for
+others, the machine limits a figure. It is then measured again, and in the end left out.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from feed import RemoteDataset
 
-MOST_OF_MACHINE, TIMES = 30, 3  # percent of all cores' time; that something is measured at most
+MOST_OF_MACHINE, TIMES = 30, 3  # percent of all cores' time; attempts at a measurement
 SAMPLES, FLOATS = 64, 4096  # in a batch, in a sample: 1 MiB a batch
 WARM_UP_SECONDS, SECONDS = 2.5, 20.0
-CASES = [  # workers of each data host; ranks; num_workers; s that a batch takes in one worker
+CASES = [  # workers of each data host; ranks; num_workers; seconds per batch in one worker
     *(([4] * hosts, ranks, 2, 2.0) for ranks in (1, 4) for hosts in (1, 2, 4)),
-    ([32, 2], 1, 4, 4.0),  # as a data host, and a training host's spare cores
+    ([32, 2], 1, 4, 4.0),  # a data host, and a training host's spare cores
     *(([48, 48], 1, num_workers, 25.6) for num_workers in (1, 3)),
 ]
 LEAST = 0.9  # of the batches per second that the workers can prepare
@@ -48,15 +48,15 @@ HEADS = "batches/s | of what workers can | CPU ms a batch: servers | clients | m
 
 @dataclass
 class Traffic:
-    """What was seen of servers and clients."""
+    """What was measured of servers and clients."""
 
     rate: float  # batches per second
-    server_ms: float  # of CPU time for a batch, at all servers and their workers
-    client_ms: float  # at all clients and their workers
+    server_ms: float  # CPU time per batch, of all servers and their workers
+    client_ms: float  # the same, of all clients and their workers
     machine: float  # percent of all cores' time
 
     def cells(self, limit: float) -> tuple[str, ...]:
-        """The columns of HEADS; limit: batches per second that the workers can prepare."""
+        """Return the columns of HEADS. limit: batches per second that the workers can prepare."""
         if self.machine > MOST_OF_MACHINE:
             return "left out", "", "", "", f"{self.machine:.0f} %"
         ms = f"{self.server_ms:.1f}", f"{self.client_ms:.1f}"
@@ -64,9 +64,9 @@ class Traffic:
 
 
 def watch(servers: list[psutil.Process], clients: list, counts: Sequence[int]) -> Traffic:
-    """Look at processes and all below them, once each client has had two batches.
+    """Measure processes and their descendants, after each client has received two batches.
 
-    counts: batches that each client has received, which go on growing.
+    counts: batches that each client has received so far, in shared memory.
     """
     while min(counts) < 2:
         assert all(client.is_alive() for client in clients)
@@ -84,7 +84,7 @@ def watch(servers: list[psutil.Process], clients: list, counts: Sequence[int]) -
 
 
 def quietly(measure: Callable[..., Any], *arguments) -> Any:
-    """Measure, and do so again if others kept the machine busy meanwhile, which may be over."""
+    """Measure, and repeat it up to TIMES in all if the machine was too busy meanwhile."""
     for _ in range(TIMES):
         found = measure(*arguments)
         if found.machine <= MOST_OF_MACHINE:
@@ -94,7 +94,7 @@ def quietly(measure: Callable[..., Any], *arguments) -> Any:
 
 @contextlib.contextmanager
 def children(work: Callable, rows: list[tuple]) -> Iterator[list[multiprocessing.Process]]:
-    """Run `work` with each row of arguments in processes that have imported what this one has."""
+    """Run `work` in a process for each row of arguments; yield the processes."""
     context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=work, args=row) for row in rows]
     try:
@@ -108,7 +108,7 @@ def children(work: Callable, rows: list[tuple]) -> Iterator[list[multiprocessing
 
 
 def counters(count: int) -> Sequence[int]:
-    """Return so many numbers from 0 in memory that processes share."""
+    """Return `count` counters, which start at 0, in memory that processes share."""
     return multiprocessing.get_context("forkserver").RawArray("Q", count)
 
 
@@ -116,7 +116,7 @@ def counters(count: int) -> Sequence[int]:
 
 
 class Asleep(Dataset):
-    """Samples that take so many seconds each, and hardly any CPU time."""
+    """Samples that take `seconds` each, but hardly any CPU time."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
@@ -130,7 +130,7 @@ class Asleep(Dataset):
 
 
 def train(rank: int, ranks: int, port: int, hosts: list, case: tuple, counts: Sequence) -> None:
-    """A rank: take batches as fast as they come."""
+    """Be a rank, which takes batches as fast as they come."""
     meeting = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     use(*hosts)
@@ -141,7 +141,7 @@ def train(rank: int, ranks: int, port: int, hosts: list, case: tuple, counts: Se
 
 
 def loader_traffic(*case) -> Traffic:
-    """Run data hosts and ranks, as a row of CASES says."""
+    """Run the data hosts and ranks of a row of CASES."""
     workers, ranks, *_ = case
     with contextlib.ExitStack() as stack:
         hosts = dict(stack.enter_context(data_host(count)) for count in workers)
@@ -152,7 +152,7 @@ def loader_traffic(*case) -> Traffic:
 
 
 def loader() -> tuple[dict, list[str]]:
-    """Print the loader's traffic; return what was found, and the targets that were missed."""
+    """Print the loader's traffic; return all values, and the targets that were missed."""
     found, rows, missed = {}, [], []
     for case in CASES:
         workers, ranks, num_workers, seconds = case
@@ -161,7 +161,7 @@ def loader() -> tuple[dict, list[str]]:
         traffic = quietly(loader_traffic, *case)
         rows.append((hosts, ranks, num_workers, *traffic.cells(limit)))
         found[f"{hosts}, {ranks} x {num_workers}"] = asdict(traffic)
-        # Fewer than loader.md's rule asks for are there to show what that costs.
+        # Cases with fewer workers than loader.md's rule asks for only show what that costs.
         enough = ranks * num_workers * SAMPLES >= 2 * sum(workers)
         if enough and traffic.rate < LEAST * limit and traffic.machine <= MOST_OF_MACHINE:
             missed.append(f"data hosts of {hosts}, {ranks} ranks")
@@ -181,17 +181,17 @@ hetero.run({RANK}, ["sleep", "1000"], {GROUPS}, ranks=1, spare_cores=0)"""
 
 @dataclass
 class Job:
-    """What was seen of a job."""
+    """What was measured of a job."""
 
-    start_ms: float  # from when the last host has come until the last rank has been started
-    cpu_seconds: float  # the leader's until then, with the 0.1 s that Python takes to start
-    cpu_percent: float  # of a core that the leader takes while the training runs
-    goodbye_seconds: float  # from the decision that the job has ended to the last goodbye
+    start_ms: float  # from the last host's start to the last rank's start
+    cpu_seconds: float  # the leader's until then, with 0.1 s for Python's start
+    cpu_percent: float  # of a core, used by the leader while the training runs
+    goodbye_seconds: float  # from the decision to end the job to the last goodbye
     machine: float  # percent of all cores' time while the training runs
 
 
 def launch(number: int, hosts: int, port: int, folder: Path, log: int) -> subprocess.Popen:
-    """Start a host's launcher as SageMaker does, with the job's description in its own folder."""
+    """Start a host's launcher as SageMaker does, with the job's description in its folder."""
     names = [f"algo-{n}" for n in range(1, hosts + 1)]
     groups = {"dnn": names[: hosts // 2], "data": names[hosts // 2 :]}
     [group] = [group for group, members in groups.items() if names[number] in members]
@@ -214,7 +214,7 @@ def launch(number: int, hosts: int, port: int, folder: Path, log: int) -> subpro
 
 
 def run_job(hosts: int) -> Job:
-    """Run the launchers of a job, the last of which comes later, as hosts do not come at once."""
+    """Run the launchers of a job. The last one starts later, because hosts do not start at once."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("a+") as log:
 
@@ -247,7 +247,7 @@ def run_job(hosts: int) -> Job:
 
 
 def runtime() -> tuple[dict, list[str]]:
-    """Print what launchers take; return it. There is no target."""
+    """Print how long launchers take; return all values. There is no target."""
     found, rows = {}, []
     for hosts in JOBS:
         job = found[hosts] = quietly(run_job, hosts)
@@ -275,7 +275,7 @@ def serve(workers: int, pipe: Connection) -> None:
 
 
 def consume(number: int, target: str, counts: Sequence[int]) -> None:
-    """A rank: take batches of the one job of all ranks, as fast as they come."""
+    """Be a rank, which takes batches as fast as they come, from a job that all ranks share."""
     import tensorflow as tf
     from tensorflow.python.data.experimental.ops import testing
 
@@ -284,7 +284,7 @@ def consume(number: int, target: str, counts: Sequence[int]) -> None:
         return dataset.map(lambda n: tf.fill([SAMPLES * FLOATS], tf.cast(n, tf.float32)))
 
     service = tf.data.experimental.service
-    dataset = tf.data.Dataset.range(1_000_000)  # files, which workers get as they need them
+    dataset = tf.data.Dataset.range(1_000_000)  # files, which workers request as they need them
     dataset = dataset.interleave(
         batches, cycle_length=AT_ONCE, num_parallel_calls=AT_ONCE, deterministic=False
     )
@@ -295,7 +295,7 @@ def consume(number: int, target: str, counts: Sequence[int]) -> None:
 
 
 def service_traffic(workers: int) -> Traffic:
-    """Run the dispatcher with so many workers, and the consumers."""
+    """Run the dispatcher with its workers, and the consumers."""
     counts, (pipe, its) = counters(TF_CONSUMERS), multiprocessing.Pipe()
     with children(serve, [(workers, its)]) as [server]:
         target = pipe.recv()
@@ -305,7 +305,7 @@ def service_traffic(workers: int) -> Traffic:
 
 
 def tf_data_service() -> tuple[dict, list[str]]:
-    """Print the service's traffic; return it. There is no target."""
+    """Print the service's traffic; return all values. There is no target."""
     found = {workers: quietly(service_traffic, workers) for workers in TF_WORKERS}
     rows = [(n, *traffic.cells(n * AT_ONCE / TF_SECONDS)) for n, traffic in found.items()]
     table(f"tf.data.service's workers | {HEADS}", rows)
@@ -319,7 +319,7 @@ def main() -> None:
         found[part.__name__], late = part()
         missed += late
     write_results("scale", found)
-    print(f"\nTarget: {LEAST} of the batches that the loader's workers can prepare.")
+    print(f"\nTarget: {LEAST:.0%} of the batches that the loader's workers can prepare.")
     if missed:
         sys.exit(f"Targets missed: {missed}: is the machine busy?")
 

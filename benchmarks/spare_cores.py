@@ -1,12 +1,12 @@
-"""What a spare core of the training host adds to a data host's, and what it costs the training.
+"""What a spare core of the training host adds, and how much it slows down the training.
 
     python benchmarks/spare_cores.py
 
-The data host has the last core of this machine, the training the first. A batch takes 40 ms of CPU
-time. First the training's core is idle while an accelerator computes, 10 ms a step (it sleeps), and
-a data server of the training host's own has that core too: how many more steps are there in a
-second? Then the training computes 30 ms a step on its core, and the server of its own keeps the
-last core busy: how much longer is a step, without the wait for its batch?
+The data host has the last core of this machine, and the training has the first. A batch takes 40 ms
+of CPU time. First, the training's core is idle while an accelerator computes for 10 ms per step
+(the step sleeps), and the training host's own data server uses that core: how many more steps per
+second does this give? Then the training computes for 30 ms per step on its core, and its own data
+server keeps the last core busy: how much longer is a step, without the wait for its batch?
 """
 
 import os
@@ -25,11 +25,11 @@ OWN = f"unix-abstract:benchmark {os.getpid()}"  # the training host's own server
 BATCH_SECONDS, ACCELERATOR_SECONDS, STEP_SECONDS = 0.040, 0.010, 0.030
 BATCH_SIZE = 8
 WARM_UP, STEPS, TIMES = 30, 150, 5
-MORE, LONGER = 1.6, 0.03  # steps per second with the spare core, at least; of a step, at most
+MORE, LONGER = 1.6, 0.03  # steps per second, at least; increase of a step's time, at most
 
 
 class Work(Dataset):
-    """Samples that take CPU time: BATCH_SECONDS for BATCH_SIZE of them, which are 1 MB."""
+    """Samples that take CPU time. A batch of BATCH_SIZE takes BATCH_SECONDS and has 1 MiB."""
 
     def __len__(self) -> int:
         return (WARM_UP + STEPS) * BATCH_SIZE
@@ -42,7 +42,7 @@ class Work(Dataset):
 
 
 def train(hosts: list[str], step: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds of a step with its wait for data, and without: means over STEPS."""
+    """Return the mean seconds of a step, with and without its wait for data."""
     use(*hosts)
     computing = 0.0
     loader = DataLoader(RemoteDataset(Work()), BATCH_SIZE, num_workers=2)
@@ -56,7 +56,7 @@ def train(hosts: list[str], step: Callable[[], object]) -> tuple[float, float]:
 
 
 def compute() -> Callable[[], object]:
-    """Return a step of about STEP_SECONDS, on one core."""
+    """Return a function that computes for about STEP_SECONDS on one core."""
     torch.set_num_threads(1)
     weights = torch.rand(256, 256) / 256
 
@@ -79,7 +79,7 @@ def main() -> None:
     found: dict[str, list[float]] = {"more": [], "longer": []}
     with data_host(1, "taskset", "--cpu-list", str(last)) as (far, _):
         for core, step, kind in ((first, accelerator, "more"), (last, cpu, "longer")):
-            # As hetero/ runs it: see spare.py there.
+            # As hetero/spare.py runs it.
             idle = "taskset", "--cpu-list", str(core), "chrt", "--idle", "0"
             with data_host(1, *idle, address=OWN):
                 for _ in range(TIMES):
@@ -87,8 +87,8 @@ def main() -> None:
                     ratio = alone[0] / both[0] if kind == "more" else both[1] / alone[1] - 1
                     found[kind].append(ratio)
     more, longer = (median(values) for values in found.values())
-    print(f"Steps a second, 1 data core + 1 spare core to the data core alone: {more:.2f}")
-    print(f"A step without its wait for data, with the spare core busy: {longer:+.1%}")
+    print(f"Steps per second with 1 data core and 1 spare core, to 1 data core alone: {more:.2f}")
+    print(f"Step time without the wait for data, with a busy spare core: {longer:+.1%}")
     print(f"Targets: at least {MORE:.1f} x, at most {LONGER:.0%} longer", flush=True)
     write_results("spare_cores", found)
     if more < MORE or longer > LONGER:

@@ -1,11 +1,11 @@
-"""Run the example notebooks on AWS, on their affordable instances, and write a page of results.
+"""Run the example notebooks on AWS, on small instances, and write a page of results.
 
-    make aws                                  says what it starts and what that costs, then asks
+    make aws                                  shows the jobs and their cost, then asks
     .venv/bin/python -m scripts.aws --yes     does not ask
-    .venv/bin/python -m scripts.aws --stop    stops the jobs of a run that was killed (kill -9),
-                                              or a run that still goes on, and its jobs
+    .venv/bin/python -m scripts.aws --stop    stops the jobs of a run that was killed (kill -9), or
+                                              that is still going on and then ends early
 
-A run that ends in any other way, early or not, stops those of its jobs that still run.
+A run that ends in any other way stops its remaining jobs itself.
 """
 
 import argparse
@@ -27,17 +27,17 @@ from scripts.demo import BUILD, ROOT, comparison, execute, reason, save
 from shared import prices
 from shared.monitoring.describe import instances_of
 
-NOTEBOOKS = [  # hello world first: its preflight checks what the others need
+NOTEBOOKS = [  # hello world comes first: its preflight checks what the others need
     ROOT / "hello.world.sagemaker" / "helloworld-example.ipynb",
     ROOT / "pt.grpc.sagemaker" / "hetero-pytorch-mnist.ipynb",
     ROOT / "tf.data.service.sagemaker" / "hetero-tensorflow-restnet50.ipynb",
 ]
 TARGET = "aws-small"
-GRACE_SECONDS = 120  # for a job that has reached its limit, between SIGTERM and SIGKILL
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last: its terminal was closed
+GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, when a job has reached its time limit
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
 STOP = ".venv/bin/python -m scripts.aws --stop"
 FIRST_CELL = """\
-# By `make aws`: limits each job, and writes its name down before it is asked for.
+# Added by `make aws`: limits each job's time, and records its name before requesting it.
 import sys
 from pathlib import Path
 
@@ -48,13 +48,13 @@ started_jobs.watch(Path({file!r}))"""
 
 
 def main() -> int:
-    """Run the command that the module's docstring describes; return its exit status."""
+    """Run the command described in the module's docstring; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.aws", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument(
-        "--stop", action="store_true", help="stop a run and its jobs, also one that was killed"
+        "--stop", action="store_true", help="stop the jobs of a run, even one that was killed"
     )
     options = parser.parse_args()
     BUILD.mkdir(exist_ok=True)
@@ -62,12 +62,12 @@ def main() -> int:
     if options.stop:
         return 0 if all([stop(file) for file in files]) else 1
     if files:
-        sys.exit(f"A run was killed, or still goes on, and its jobs may run. To stop them: {STOP}")
+        sys.exit(f"The jobs of an earlier or parallel run may still be running. Stop them: {STOP}")
 
     region, account = whereabouts()
     role = execution_role()
     jobs = planned()
-    print(f"On AWS, in {region}, account ********{account[-4:]}, one job after the other:\n")
+    print(f"On AWS, in {region}, account ********{account[-4:]}, one job after another:\n")
     print_plan(jobs, region)
     check_quotas(quotas_for(jobs), region)
     if not options.yes:
@@ -81,10 +81,10 @@ def whereabouts() -> tuple[str, str]:
     try:
         session = boto3.Session()
         if not session.region_name:
-            sys.exit("No region is set: choose one, such as AWS_DEFAULT_REGION=us-east-1.")
+            sys.exit("No AWS region is set: set one, such as AWS_DEFAULT_REGION=us-east-1.")
         return session.region_name, session.client("sts").get_caller_identity()["Account"]
     except (BotoCoreError, ClientError) as error:
-        sys.exit(f"AWS does not know you ({error}): set AWS_PROFILE, or log in with the AWS CLI.")
+        sys.exit(f"AWS login failed ({error}): set AWS_PROFILE, or log in with the AWS CLI.")
 
 
 def execution_role() -> str:
@@ -97,21 +97,21 @@ def execution_role() -> str:
             role = get_execution_role()
     if not re.match(r"arn:aws[\w-]*:iam::\d{12}:role/", role):
         sys.exit(
-            "The jobs need a role, and your credentials are not those of one: set SAGEMAKER_ROLE "
+            "The jobs need a role, and your credentials do not belong to one: set SAGEMAKER_ROLE "
             "to the ARN of a SageMaker execution role."
         )
     return role
 
 
 def planned() -> list[tuple[str, dict[str, int]]]:
-    """List the jobs that the notebooks will start: name and instances by type.
+    """List the jobs that the notebooks will start: name, and number of instances by type.
 
-    tests/notebooks/requests/ has what the notebooks ask of AWS, and test_requests.py keeps it so.
+    tests/notebooks/requests/ contains the notebooks' requests; test_requests.py keeps it current.
     """
     jobs, folder = [], ROOT / "tests" / "notebooks" / "requests"
     for path in NOTEBOOKS:
         file = folder / f"{path.stem}.{TARGET}.json"
-        if not file.exists():  # hello world asks for the same wherever it runs
+        if not file.exists():  # hello world sends the same requests for all targets
             file = folder / f"{path.stem}.aws.json"
         for request in json.loads(file.read_text()):
             name = request["TrainingJobName"].removesuffix("-<time>")
@@ -120,7 +120,7 @@ def planned() -> list[tuple[str, dict[str, int]]]:
 
 
 def print_plan(jobs: list[tuple[str, dict[str, int]]], region: str) -> None:
-    """Print the jobs and what they cost at most."""
+    """Print the jobs and their maximum cost."""
     prices_of = results.price_region({kind for _, types in jobs for kind in types}, region)
     seconds, total = started_jobs.LIMIT_SECONDS + GRACE_SECONDS, 0.0
     for name, types in jobs:
@@ -130,16 +130,16 @@ def print_plan(jobs: list[tuple[str, dict[str, int]]], region: str) -> None:
         total += usd * seconds / 3600
     print(
         f"\nEach job is stopped after {started_jobs.LIMIT_SECONDS // 60} minutes, and then has "
-        f"{GRACE_SECONDS // 60} more to end:\nat most USD {total:.2f}, at the prices of "
-        f"{prices_of} in shared/prices.csv, without storage and taxes.\n"
-        "If AWS has no instances free for a job of the TensorFlow notebook, that is not billed,\n"
-        "and the notebook tries again, up to six times ten minutes apart: for each of these jobs\n"
-        "the command can take an hour longer.\n"
+        f"{GRACE_SECONDS // 60} minutes to end.\nTogether they cost at most USD {total:.2f}, "
+        f"at the prices of {prices_of} in shared/prices.csv, without storage and taxes.\n"
+        "If AWS has no free instances for a job of the TensorFlow notebook, the notebook tries\n"
+        "again, up to six times ten minutes apart. This can add an hour for each of these jobs.\n"
+        "You do not pay while it waits.\n"
     )
 
 
 def quotas_for(jobs: list[tuple[str, dict[str, int]]]) -> dict[str, int]:
-    """Return how many instances each quota must allow; the jobs run one after the other."""
+    """Return how many instances each quota must allow; the jobs run one after another."""
     needed: dict[str, int] = {}
     for _, types in jobs:
         for kind, n in types.items():
@@ -149,7 +149,7 @@ def quotas_for(jobs: list[tuple[str, dict[str, int]]]) -> dict[str, int]:
 
 
 def check_quotas(needed: Mapping[str, int], region: str) -> None:
-    """Print the quotas that are needed, and yours; exit if one is too low."""
+    """Print the quotas that the jobs need and those of the account; exit if one is too low."""
     yours, unknown = {}, "not listed by Service Quotas"
     try:
         client = boto3.client("service-quotas", region_name=region)
@@ -164,13 +164,13 @@ def check_quotas(needed: Mapping[str, int], region: str) -> None:
         print(f"  {name}: {count} ({f'yours: {yours[name]:.0f}' if name in yours else unknown})")
     low = [f"{name}: {n}" for name, n in needed.items() if yours.get(name, n) < n]
     if low:
-        sys.exit(f"Ask for more in Service Quotas, Amazon SageMaker, {region}: {'; '.join(low)}.")
+        sys.exit(f"Quotas too low: request in Service Quotas, {region}: {'; '.join(low)}.")
 
 
 def ask() -> None:
-    """Exit unless somebody says yes."""
+    """Ask whether to start; exit unless the answer is yes."""
     if sys.stdin is None or not sys.stdin.isatty():
-        sys.exit("Nothing was started, since there is nobody to ask: start it in a terminal.")
+        sys.exit("Nothing was started: run this in a terminal, so that it can ask, or use --yes.")
     try:
         answer = input("\nStart? [y/N] ")
     except (EOFError, KeyboardInterrupt):
@@ -180,16 +180,16 @@ def ask() -> None:
 
 
 def run(file: Path, role: str) -> int:
-    """Run the notebooks up to the first that fails; return the exit status.
+    """Run the notebooks until one fails; return the exit status.
 
-    `file` gets the names of the jobs; it is there for as long as one of them may run. `--stop`
-    takes it away, after which the notebooks can start no more of them.
+    The notebooks write the names of their jobs to `file`, which exists for as long as one of them
+    may run. `--stop` takes the file away, so that the notebooks can start no more jobs.
     """
     executed, failure, path = {}, "", NOTEBOOKS[0]
-    started = file.open("w+")  # can be read even when the file has gone
-    say(f"Should this end without a word (kill -9, no power), stop its jobs yourself: {STOP}")
+    started = file.open("w+")  # stays readable after the file has been deleted
+    say(f"If this process is killed (kill -9, power failure), stop its jobs yourself: {STOP}")
     for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, interrupt)
     try:
         for path in NOTEBOOKS:
@@ -198,19 +198,19 @@ def run(file: Path, role: str) -> int:
             first = nbformat.v4.new_code_cell(FIRST_CELL.format(root=str(ROOT), file=str(file)))
             notebook.cells.insert(0, first)
             execute(notebook, path.parent)
-    except BaseException as error:  # whatever it is, the jobs have to be stopped
+    except BaseException as error:  # whatever happens, stop the jobs
         ignore_signals()
         failure = f"{path.name} failed: {reason(error)}"
         say(f"\n{failure}")
     ignore_signals()
     stopped_all = stop(file)
-    for path, notebook in executed.items():  # before the page, which asks AWS and may fail
+    for path, notebook in executed.items():  # before writing the page, which calls AWS and may fail
         save(notebook, path)
     say(f"\nThe executed notebooks: {BUILD}")
     shown = {path.stem: "\n".join(comparison(notebook)) for path, notebook in executed.items()}
     region, role_name, names = region_of(file), role.rpartition("/")[2], started.read().split()
     page, failed = results.write(region, role_name, names, shown, failure)
-    say(f"For a pull request, once you have read it: {page}")
+    say(f"The page of results, which you can review and send as a pull request: {page}")
     return 1 if failed or not stopped_all else 0
 
 
@@ -218,25 +218,25 @@ def interrupt(number: int, _: object) -> None:
     """Raise KeyboardInterrupt, once."""
     ignore_signals()
     with contextlib.suppress(OSError):  # the terminal may be gone
-        os.write(2, b"\nInterrupted: the jobs are being stopped ...\n")
+        os.write(2, b"\nInterrupted. Stopping the jobs ...\n")
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def ignore_signals() -> None:
-    """From now on, nobody interrupts the stopping of the jobs."""
+    """Ignore signals from now on, so that stopping the jobs is not interrupted."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def stop(file: Path) -> bool:
-    """Stop the jobs named in `file` that still run, and say which; False if one may run on.
+    """Stop and print the jobs in `file` that still run; return False if one may still run.
 
-    From the start, `file` has another name, under which no notebook adds a job to it.
+    Renames `file` first, so that the notebooks can add no more jobs to it.
     """
     try:
         file = file.rename(file.with_name(f"aws-jobs.{region_of(file)}.stopped.txt"))
         names = file.read_text().split()
-    except FileNotFoundError:  # `--stop`, in another process, has stopped them
+    except FileNotFoundError:  # `--stop` in another process has already stopped the jobs
         return True
     stopped, unsure = started_jobs.stop(names, region_of(file))
     for name in stopped:
@@ -249,12 +249,12 @@ def stop(file: Path) -> bool:
 
 
 def region_of(file: Path) -> str:
-    """The region is in the name of the file of jobs: aws-jobs.<region>.txt, or .stopped.txt."""
+    """Return the region from the file's name: aws-jobs.<region>.txt, or .stopped.txt."""
     return file.name.split(".")[1]
 
 
 def say(text: str) -> None:
-    """Print, if the terminal is still there."""
+    """Print, unless the terminal is gone."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
 

@@ -1,7 +1,7 @@
 """Run every example notebook from top to bottom on this machine, as `make demo` does.
 
-Each notebook runs in its own folder with a kernel of its own. The executed copy goes to build/, as
-a notebook and as a web page; what the cells tagged `comparison` show is printed at the end.
+Each notebook runs in its own folder with its own kernel. The executed copy is written to build/, as
+a notebook and as a web page. The output of cells tagged `comparison` is printed at the end.
 """
 
 import importlib.util
@@ -25,22 +25,22 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 KERNEL_LOG = BUILD / "kernel.log"
 SIGN_OF_LIFE_SECONDS = 15
-QUIET_PERCENT = 5  # our choice: of the CPU time, taken by others
-NEEDED = {  # beside what all of them need
+QUIET_PERCENT = 5  # of the CPU time: when other processes take more, main() warns; our choice
+NEEDED = {  # packages that only the notebooks in these folders need
     "pt.grpc.sagemaker": ["torch", "grpc"],
     "tf.data.service.sagemaker": ["tensorflow"],
 }
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path) -> None:
-    """Run all cells with `folder` as the working directory; the outputs go into `notebook`.
+    """Run all cells with `folder` as the working directory, and store the outputs in `notebook`.
 
-    Prints each heading, with the seconds since the start, when its turn comes. The kernel is shut
-    down in any case, and what it writes besides the cells' outputs goes to build/kernel.log.
+    Prints each heading when it is reached, with the seconds since the start. Always shuts the
+    kernel down. The kernel's other output goes to build/kernel.log.
 
     Raises:
         CellExecutionError: a cell failed.
-        DeadKernelError: the kernel ended by itself.
+        DeadKernelError: the kernel died.
     """
     started = time.monotonic()
     resources = {"metadata": {"path": str(folder)}}
@@ -58,7 +58,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path) -> None:
 
 @contextmanager
 def signs_of_life(what: str, started: float) -> Iterator[None]:
-    """Say now and then, with the seconds since `started`, that a long block still runs."""
+    """Print `what` and the seconds since `started` every SIGN_OF_LIFE_SECONDS, within the block."""
     over = threading.Event()
 
     def say() -> None:
@@ -77,7 +77,7 @@ def signs_of_life(what: str, started: float) -> Iterator[None]:
 def save(notebook: nbformat.NotebookNode, path: Path) -> Path:
     """Write the executed notebook to build/ as .ipynb and .html; return the web page's path.
 
-    Images of the notebook's folder become part of the page, which can be passed on by itself.
+    The page contains the images of the notebook's folder, so you can share it as a single file.
     """
     nbformat.write(notebook, BUILD / path.name)
     resources = {"metadata": {"name": path.stem, "path": str(path.parent)}}
@@ -88,20 +88,20 @@ def save(notebook: nbformat.NotebookNode, path: Path) -> Path:
 
 
 def reason(error: BaseException) -> str:
-    """Say in a few lines why `execute` has raised this."""
+    """Describe in a few lines an error that `execute` raised."""
     if isinstance(error, DeadKernelError):
-        return f"its kernel died, see {KERNEL_LOG}"
+        return f"its kernel died; see {KERNEL_LOG}"
     if isinstance(error, CellExecutionError):
         return f"{error.ename}: " + "\n".join(error.evalue.splitlines()[:5])
     return f"{type(error).__name__}: {error}"
 
 
 def comparison(notebook: nbformat.NotebookNode) -> Iterator[str]:
-    """The text that cells tagged `comparison` printed or displayed; figures are left out."""
+    """Yield the text that cells tagged `comparison` printed or displayed, without figures."""
     for cell in notebook.cells:
         if "comparison" in cell.metadata.get("tags", []):
             for output in cell.outputs:
-                data = output.get("data", {})  # an exception has none
+                data = output.get("data", {})  # the output of an exception has no data
                 if output.output_type == "stream":
                     yield output.text
                 elif data and "image/png" not in data:
@@ -109,45 +109,43 @@ def comparison(notebook: nbformat.NotebookNode) -> Iterator[str]:
 
 
 def taken_by_others() -> tuple[float, float]:
-    """CPU seconds so far that others took, in this machine or from it, and that there were."""
-    times = psutil.cpu_times()  # of all cores; steal is what other virtual machines took
-    there = sum(times[:8])  # user, nice, system, idle, iowait, irq, softirq, steal
-    own = sum(os.times()[:4])  # with all processes that have ended and been waited for
-    return there - times.idle - times.iowait - own, there
+    """Return the CPU seconds that other processes and other VMs took so far, and the total."""
+    times = psutil.cpu_times()  # of all cores; steal is the time that other VMs took
+    total = sum(times[:8])  # user, nice, system, idle, iowait, irq, softirq, steal
+    own = sum(os.times()[:4])  # includes child processes that have ended and been waited for
+    return total - times.idle - times.iowait - own, total
 
 
 def main() -> int:
-    """Run the notebooks one after the other; stop at the first that fails, with exit status 1."""
-    os.environ["SAGEMAKER_TARGET"] = "local"  # whatever the shell says: a demo costs nothing
+    """Run the notebooks one after another; return 1 as soon as one fails."""
+    os.environ["SAGEMAKER_TARGET"] = "local"  # overrides the shell's value: a demo costs nothing
     BUILD.mkdir(exist_ok=True)
-    taken_before, there_before = taken_by_others()
+    taken_before, total_before = taken_by_others()
     executed = {}
     for path in sorted(ROOT.glob("*.sagemaker/*.ipynb")):
         print(f"\n{path.relative_to(ROOT)}", flush=True)
         needed = NEEDED.get(path.parent.name, [])
         if absent := [name for name in needed if not importlib.util.find_spec(name)]:
-            print(
-                f"left out: {' and '.join(absent)} not installed, see build/setup.log", flush=True
-            )
+            print(f"skipped: {' and '.join(absent)} not installed; see build/setup.log", flush=True)
             continue
         notebook = nbformat.read(path, as_version=4)
         try:
             execute(notebook, path.parent)
         except (CellExecutionError, DeadKernelError) as error:
             print(f"\n{path.name} failed: {reason(error)}", file=sys.stderr)
-            print(f"The notebook up to there: {save(notebook, path)}", file=sys.stderr)
+            print(f"The notebook up to this error: {save(notebook, path)}", file=sys.stderr)
             return 1
         executed[save(notebook, path)] = notebook
 
     for page, notebook in executed.items():
         if text := "\n".join(comparison(notebook)):
             print(f"\n{page.stem}: comparison\n\n{text}")
-    taken, there = taken_by_others()
-    percent = 100 * (taken - taken_before) / (there - there_before)
+    taken, total = taken_by_others()
+    percent = 100 * (taken - taken_before) / (total - total_before)
     if percent > QUIET_PERCENT:
         print(
-            f"\nThe machine had other things to do: they took {percent:.0f} % of its CPU time. The "
-            "times above are longer for it, and not all alike: run it again on a quiet machine."
+            f"\nOther processes took {percent:.0f} % of the CPU time. This made the times above "
+            "longer, some more than others. For reliable times, use a quiet machine."
         )
     print("\nThe executed notebooks, with figures:")
     for page in executed:
@@ -156,7 +154,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # As Ctrl-C does, `kill` shall unwind the stack, so that the kernel and its jobs end too.
+    # Let `kill` unwind the stack like Ctrl-C, so that the kernel and its jobs end too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main())

@@ -1,18 +1,18 @@
-"""The pieces of our pictures, as SVG: a card, text, boxes, lines and arrows.
+"""Draws the elements of our pictures as SVG: a card, text, boxes, lines and arrows.
 
-Pictures are to be read on a phone too: lengths are in pixels of a picture that is shown 360 pixels
-wide, and no text is smaller than 11 of them. Texts are in the reader's font; those that we name are
-among the widest, so that texts have room in others too. A white card of its own carries each
-picture on dark pages.
+Pictures must be readable on a phone: lengths are in pixels of a picture that is 360 pixels wide,
+and no text is smaller than 11 pixels. The reader's machine chooses the font. The fonts that we name
+are among the widest, so that text also fits in other fonts. Each picture is drawn on a white card,
+so that it can be read on dark pages.
 """
 
 from shared.monitoring import COLOURS
 
-BLUE, ORANGE, GREEN, _ = COLOURS  # training, preparing batches, sharing out files
+BLUE, ORANGE, GREEN, _ = COLOURS  # training, preparing batches, distributing files
 PALE_BLUE, PALE_ORANGE, PALE_GREY = "#E3F0F8", "#FDF1DA", "#EEEEEE"
 GREY, DARK, WHITE = "#8A8A8A", "#1A1A1A", "#FFFFFF"
 WIDTH = 360  # pixels
-INHERITED = {  # what elements look like that do not say otherwise
+INHERITED = {  # attributes of the whole picture, which elements inherit
     "font_family": "DejaVu Sans, Verdana, sans-serif",
     "font_size": 12,
     "font_weight": "normal",
@@ -21,24 +21,24 @@ INHERITED = {  # what elements look like that do not say otherwise
     "stroke": "none",
 }
 
-Picture = list[str]  # the lines of an SVG file: an element each, later ones above earlier ones
+Picture = list[str]  # the lines of an SVG file: one element each; later ones cover earlier ones
 
 
 def attributes(**values: str | float) -> str:
-    """Write attributes of an element."""
+    """Return the attributes of an element as text."""
     words = {key: x if isinstance(x, str) else f"{round(x, 1):g}" for key, x in values.items()}
     return "".join(f' {key.replace("_", "-")}="{word}"' for key, word in words.items())
 
 
 def add(picture: Picture, tag: str, content: str = "", **values: str | float) -> None:
-    """Add an element, without the attributes that it inherits anyway."""
+    """Add an element, without the attributes that it inherits."""
     own = {name: value for name, value in values.items() if INHERITED.get(name) != value}
     picture.append(f"<{tag}{attributes(**own)}" + (f">{content}</{tag}>" if content else "/>"))
 
 
 def card(height: float, title: str) -> Picture:
-    """Begin a picture: a white card, `height` pixels high. y goes down, as in images."""
-    shown = {"width": 1.6 * WIDTH, "height": 1.6 * height}  # where nothing limits it
+    """Start a picture: a white card, `height` pixels high, with a title. The y axis points down."""
+    shown = {"width": 1.6 * WIDTH, "height": 1.6 * height}  # if the page sets no size
     view = attributes(viewBox=f"0 0 {WIDTH} {height}", **shown, **INHERITED)
     picture = [f'<svg xmlns="http://www.w3.org/2000/svg"{view}>']
     box(picture, 1, 1, WIDTH - 2, height - 2, WHITE, edge="#D0D0D0", corner=12)
@@ -56,7 +56,7 @@ def text(
     colour: str = DARK,
     align: str = "middle",
 ) -> None:
-    """Write a line whose middle is at height `y`; it starts, has its middle or ends at `x`."""
+    """Write a line of text, centered vertically at `y`; `align` says which part of it is at `x`."""
     weight = "bold" if bold else "normal"
     look = {"font_size": size, "font_weight": weight, "text_anchor": align, "fill": colour}
     add(picture, "text", words, x=x, y=y + 0.36 * size, **look)
@@ -73,9 +73,9 @@ def box(
     edge: str = "none",
     corner: float = 5,
 ) -> None:
-    """Draw a rounded box from its upper left corner, with lines of `words` in its middle.
+    """Draw a rounded box with its upper left corner at (x, y) and lines of text in its center.
 
-    It covers what has been drawn there before.
+    It covers whatever has been drawn there before.
     """
     place = {"x": x, "y": y, "width": width, "height": height, "rx": corner}
     add(picture, "rect", **place, fill=fill, stroke=edge)
@@ -88,7 +88,7 @@ def box(
 def group(
     picture: Picture, y: float, height: float, fill: str, name: str, hosts: str, name_y: float = 0
 ) -> None:
-    """Draw the frame of an instance group, and say, at its top or `name_y`, what it is."""
+    """Draw the frame of an instance group, with its name and hosts at the top or at `name_y`."""
     box(picture, 10, y, 340, height, fill, edge=GREY, corner=8)
     text(picture, 22, name_y or y + 15, name, size=13, bold=True, align="start")
     text(picture, 338, name_y or y + 15, hosts, align="end")
@@ -108,7 +108,7 @@ def arrow(
     look = attributes(viewBox="0 0 8 8", refX=7, refY=4)
     head = f'<marker id="{name}"{look} orient="auto-start-reverse">'
     head += f'<path d="M0,0 8,4 0,8" fill="{colour}"/></marker>'
-    if head not in picture:  # once for all arrows of that colour
+    if head not in picture:  # arrows of the same color share it
         picture.append(head)
     ends = ("marker_start", "marker_end") if both_ends else ("marker_end",)
     line(picture, *points, colour=colour, **dict.fromkeys(ends, f"url(#{name})"))

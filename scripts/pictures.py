@@ -1,8 +1,8 @@
-"""Draw the pictures of the examples' jobs, and of what came out, as SVG, into images/ folders.
+"""Draw the pictures of the examples' jobs and of their results as SVG, into images/ folders.
 
     python scripts/pictures.py
 
-The result is that of the notebooks' saved outputs: draw again when they have been run again.
+The results are read from the notebooks' saved outputs: run this again after running the notebooks.
 """
 
 import json
@@ -34,7 +34,7 @@ from scripts.drawing import (  # noqa: E402
 )
 from shared import costs  # noqa: E402
 
-# ------------------------------------------------------------------ why: what hosts do over time
+# ---------------------------------------------------------------------- why: a host's time line
 
 
 def timeline(
@@ -46,7 +46,7 @@ def timeline(
 ) -> None:
     """Draw what a host does in twelve units of time.
 
-    batches: that it works on: start, end and the batch's number. waits: start and end.
+    batches: the batches that it works on: start, end and number. waits: start and end.
     """
     left, unit = 22, 316 / 12
     box(picture, left, y, 316, 24, PALE_GREY)
@@ -57,7 +57,7 @@ def timeline(
 
 
 def time_axis(picture: Picture, y: float) -> None:
-    """Show the direction of time below time lines."""
+    """Draw an arrow for the direction of time."""
     text(picture, 22, y, "time", align="start")
     arrow(picture, (58, y), (338, y), colour=GREY)
 
@@ -95,19 +95,19 @@ def heterogeneous_job() -> Picture:
 
 # -------------------------------------------------------------------- how: what runs on the hosts
 
-LEFT, RIGHT, HOST = 20, 194, 146  # two hosts side by side, and how wide they are
-GUTTER = 180  # between them, where the launchers' connections go
+LEFT, RIGHT, HOST = 20, 194, 146  # x of two hosts side by side, and their width
+GUTTER = 180  # x of the gap between them, where the launchers' connections run
 CONNECTION = {"colour": GREY, "stroke_dasharray": "2 1.5"}
 
 
 def launcher(picture: Picture, x: float, y: float) -> None:
-    """Draw the launcher of the host at `x`, connected with the gutter."""
+    """Draw the launcher of the host at `x`, connected to the gutter."""
     line(picture, (x + HOST / 2, y + 11), (GUTTER, y + 11), **CONNECTION)
     box(picture, x + 8, y, HOST - 16, 22, "#D5D5D5", "launcher")
 
 
 def leader(picture: Picture, y: float, others_y: float) -> None:
-    """Draw the launcher that the other hosts', down from `others_y`, are connected with."""
+    """Draw the leader, connected to the other launchers, the first of which are at `others_y`."""
     to = LEFT + HOST / 2, y + 11
     line(picture, (GUTTER, others_y + 11), (GUTTER, y + 11), to, **CONNECTION)
     box(picture, LEFT + 8, y, HOST - 16, 22, DARK, "launcher: leader")
@@ -163,7 +163,7 @@ def tensorflow_workflow() -> Picture:
         launcher(picture, x, 80)
         box(picture, x + 8, 148, HOST - 16, 38, ORANGE, "worker:\ntf.data pipeline")
         arrow(picture, (x + HOST / 2, 186), (x + HOST / 2, 217), colour=ORANGE)
-    # The dispatcher, from which all workers have their files.
+    # The dispatcher, which gives all workers their files.
     arrow(picture, (LEFT + HOST / 2, 136), (LEFT + HOST / 2, 147), colour=GREEN)
     arrow(picture, (158, 124), (267, 124), (267, 147), colour=GREEN)
     arrow(picture, (28, 124), (15, 124), (15, 315), (27, 315), colour=GREEN)
@@ -183,7 +183,7 @@ def tensorflow_workflow() -> Picture:
     return picture
 
 
-# ------------------------------------------------------------------------ result: what came out
+# ------------------------------------------------------------------ result: step time and price
 
 NOTEBOOKS = {
     "PyTorch": "pt.grpc.sagemaker/hetero-pytorch-mnist.ipynb",
@@ -193,9 +193,9 @@ ROWS = ("step time (ms)", "USD per 1,000 steps")
 
 
 def measured(notebook: str) -> list[tuple[float, float]]:
-    """Read `ROWS` of the homogeneous and of the heterogeneous job in a notebook's saved outputs.
+    """Read `ROWS` of the homogeneous and the heterogeneous job from a notebook's saved outputs.
 
-    They are in the table that the cell tagged `comparison` shows, as in `make demo`.
+    They are in the table of the cell tagged `comparison`, which `make demo` prints too.
     """
     cells = json.loads((ROOT / notebook).read_text())["cells"]
     shown = [
@@ -215,7 +215,7 @@ def measured(notebook: str) -> list[tuple[float, float]]:
 
 
 def published(framework: str) -> list[tuple[float, float]]:
-    """Return the same of the jobs that AWS published in 2022, at that time's prices."""
+    """Return the same for the jobs that AWS published in 2022, at the prices of that time."""
     table = costs.compare_runs(costs.PUBLISHED[framework], as_of=costs.PUBLISHED_ON)
     return list(table[list(ROWS)].itertuples(index=False, name=None))
 
@@ -254,9 +254,9 @@ def result() -> Picture:
     return picture
 
 
-# --------------------------------------------------------------- cloudwatch: how it is recognized
+# ------------------------------------------------------- cloudwatch: how to recognize the problem
 
-# Of the hosts of AWS's TensorFlow jobs: percent of the instance, and its number of vCPUs or GPUs.
+# For the hosts of AWS's TensorFlow jobs: use in percent, and number of vCPUs or GPUs.
 USE = {
     "ml.p4d.24xlarge alone": [("p4d CPU", 91.3365625, 96), ("p4d GPU", 45.25, 8)],
     "with 2 ml.c5.18xlarge": [
@@ -269,19 +269,20 @@ USE = {
 
 
 def in_cloudwatch(percent: float, units: int) -> str:
-    """Return what CloudWatch shows, where 100 % is one vCPU or one GPU, and the most it can be."""
+    """Return what CloudWatch shows, where 100 % is one vCPU or GPU, and the maximum."""
     return f"{percent * units:,.0f} of {100 * units:,} %"
 
 
 def cloudwatch() -> Picture:
     """What CloudWatch shows of a GPU instance that waits for its CPUs, and with CPU instances.
 
-    Use is as published in AWS's examples (github.com/aws/amazon-sagemaker-examples, commit 18fa6ea,
-    training/heterogeneous-clusters/tf.data.service.sagemaker), where two screenshots of CloudWatch
-    show it in percent of the instance, with numbers of the minute at the cursor:
+    The percentages are from AWS's examples (github.com/aws/amazon-sagemaker-examples, commit
+    18fa6ea, training/heterogeneous-clusters/tf.data.service.sagemaker). Two screenshots of
+    CloudWatch there show them, as percent of the instance, for the minute at the cursor:
     "images/metrics homogeneous cpu and gpu usage.png", 21:51 on 2022-09-21, and
-    "images/metrics Heterogeneous cpu and gpu usage.png.png", 21:55 on 2022-09-22. CloudWatch's own
-    numbers are these times vCPUs or GPUs, by the formulas in cloudwatch-metric-definitions/ there.
+    "images/metrics Heterogeneous cpu and gpu usage.png.png", 21:55 on 2022-09-22. CloudWatch's
+    metrics are these percentages times the number of vCPUs or GPUs, by the formulas in
+    cloudwatch-metric-definitions/ in the same folder.
     """
     picture = card(304, "What CloudWatch shows")
     y = 52
@@ -303,7 +304,7 @@ def cloudwatch() -> Picture:
 
 # ---------------------------------------------------------------------------------------- files
 
-# Each example's folder is there to be copied by itself, so each has what its notebook shows.
+# You can copy an example's folder by itself, so each folder has its own copies of the pictures.
 PICTURES = {
     "docs/images/cloudwatch.svg": cloudwatch,
     "docs/images/result.svg": result,

@@ -1,6 +1,6 @@
-"""The page that `make aws` writes to results/: what ran, how fast, what it cost, what failed.
+"""Writes the page of `make aws` to results/: what ran, how fast, what it cost, what failed.
 
-It is to be published: what would tell whose account it was is left out.
+The page is meant to be published, so it omits everything that identifies the AWS account.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from shared import costs, prices
 from shared.monitoring import log
 from shared.monitoring.describe import describe, instances_of
 
-PATIENCE_SECONDS = 30  # for each job: by now nobody can interrupt the run
+PATIENCE_SECONDS = 30  # for each job, because the run can no longer be interrupted
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "results"
-# What a job's hosts print of the software that they have: torch=2.12.0, or preflight's table.
+# Versions that hosts print, as torch=2.12.0 or in the table of preflight.py.
 SOFTWARE = re.compile(r"\b((?:py)?torch|tensorflow|horovod|cuda|driver)[ =]+(\d[\w.+]*)", re.I)
-PRIVATE = {  # in this order: an ARN, and a bucket's name, may hold an account number
+PRIVATE = {  # in this order, since ARNs and bucket names may contain an account number
     r"\barn:aws[^\s\"'`,)\]]*": "<ARN>",
     r"https?://[^\s/]*amazonaws\.com[^\s\"'`,)\]]*": "<URL>",
     r"\bs3://[^\s/\"'`,)\]]+": "s3://<bucket>",
@@ -37,7 +37,7 @@ PRIVATE = {  # in this order: an ARN, and a bucket's name, may hold an account n
 
 
 def redact(text: str, names: Iterable[str] = ()) -> str:
-    """Take ARNs, AWS's URLs, buckets, account numbers, the home folder and these names out."""
+    """Replace ARNs, AWS's URLs, buckets, account numbers, the home folder and `names`."""
     for pattern, instead in PRIVATE.items():
         text = re.sub(pattern, instead, text)
     text = text.replace(str(Path.home()), "~")
@@ -47,7 +47,7 @@ def redact(text: str, names: Iterable[str] = ()) -> str:
 
 
 def price_region(instance_types: Iterable[str], region: str) -> str:
-    """Return the region if the prices of all these types are known there, else us-east-1."""
+    """Return the region if we know the prices of all these types there, otherwise us-east-1."""
     try:
         for name in instance_types:
             prices.find(name, region)
@@ -61,13 +61,13 @@ def write(
 ) -> tuple[Path, bool]:
     """Write the page of a run to results/; return its path, and whether anything failed.
 
-    Each job that has not ended *Completed* is a failure, one that its time limit has cut off too.
+    Every job that is not *Completed* is a failure, even if only its time limit stopped it.
 
     Args:
         region: Where the jobs ran.
-        role: Name of the execution role, to be left out.
-        names: The jobs that were asked for.
-        shown: The text that each notebook showed as its comparison.
+        role: Name of the execution role, which the page must not contain.
+        names: The jobs that were requested.
+        shown: For each notebook, the text of its comparison.
         failure: Why the run ended early, or "".
     """
     jobs, failures = {}, []
@@ -75,7 +75,7 @@ def write(
         try:
             jobs[name] = describe(name, patience_s=PATIENCE_SECONDS)
         except (ValueError, OSError, BotoCoreError, ClientError):
-            failures.append(f"{name} was not started, or AWS does not answer.")
+            failures.append(f"{name} was not started, or AWS did not answer.")
             continue
         status = jobs[name]["TrainingJobStatus"]
         if status != "Completed":
@@ -86,8 +86,8 @@ def write(
 
     today = datetime.now(timezone.utc).date()
     page = [f"# {today}, {region}"]
-    ended = "Ended early" if failure else "All notebooks ran to their end"
-    page.append(f"{ended}, see Failures." if failures else f"{ended}.")
+    ended = "Ended early" if failure else "All notebooks ran to the end"
+    page.append(f"{ended}; see Failures." if failures else f"{ended}.")
     page.append(
         f"Commit {_commit()}, SageMaker SDK {version('sagemaker')}, "
         f"Python {platform.python_version()}."
@@ -112,11 +112,11 @@ def _commit() -> str:
 
 
 def _tables(jobs: Mapping[str, Mapping[str, Any]], region: str) -> list[str]:
-    """Tables in Markdown of the jobs' times and costs, and of what they ran."""
+    """Return Markdown tables of the jobs' times and costs, and of their images and software."""
     runs, software = {}, {}
     for name, job in jobs.items():
         lines, steps = [], pd.DataFrame()
-        # Without them if no host has started, or the log, or what it says of steps, can't be read.
+        # The log may be missing (no host has started), or it or its step lines can't be read.
         with contextlib.suppress(ValueError, OSError, BotoCoreError, ClientError):
             lines = log.logs(name)
             steps = log.step_table(lines)
@@ -147,11 +147,11 @@ def _tables(jobs: Mapping[str, Mapping[str, Any]], region: str) -> list[str]:
         times.append(f"| {' | '.join(cells)} |")
     usd = table["total USD"]
     total = f"Together USD {usd.sum():.4f}"
-    total += ", without the jobs whose cost is open" if usd.isna().any() else ""
+    total += ", without the jobs whose cost is not known yet" if usd.isna().any() else ""
     dates = sorted(price.as_of for price in table.attrs["prices"])
-    total += f", at prices of {table['region'].iloc[0]}, seen from {dates[0]} to {dates[-1]}."
+    total += f", at prices of {table['region'].iloc[0]}, as of {dates[0]} to {dates[-1]}."
 
-    ran = ["| job | image | software, as its log says |", "|---|---|---|"]
+    ran = ["| job | image | software, from its log |", "|---|---|---|"]
     for name, job in jobs.items():
         image = job["AlgorithmSpecification"]["TrainingImage"].rpartition("/")[2]
         ran.append(f"| {name} | {image} | {software[name]} |")

@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
 # Set up .venv: requirements.txt, the SageMaker training toolkit, and SDK v2. No compiler is needed.
 #
-# `make` runs this when .venv is missing, unfinished or older than the requirements. It can be run
-# again at any time and continues where it stopped. Details of each step go to build/setup.log. The
-# stamp .venv/.ready is written last, when nothing is missing.
+# `make` runs this when .venv is missing, unfinished or older than the requirements. You can run it
+# again at any time; it continues where it stopped. The output of each step goes to build/setup.log.
+# When everything has been installed, it writes the stamp .venv/.ready.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=.venv/bin/python
 uv=.venv/bin/uv
-torch= # uv's option that chooses its build
+torch= # uv's option for the PyTorch build
 log=build/setup.log
-missing=.venv/.missing # a line for each package that could not be had
-unfinished=.venv/.unfinished # an installer can leave half a package behind: then start again from nothing
+missing=.venv/.missing # a line for each package that could not be installed
+unfinished=.venv/.unfinished # marks that half a package may be installed: then start from scratch
 
 fail() {
     echo "Set-up stopped: $*" >&2
     exit 1
 }
 
-# step WHAT COMMAND...: run the command, with its output in the log; show what is large to download,
-# and how long it took. Functions given as commands chain with &&: bash ignores `set -e` here.
+# step WHAT COMMAND...: run the command and log its output. Print large downloads and the time.
+# bash ignores `set -e` in functions that are run this way, so they chain commands with &&.
 step() {
     local what=$1 started=$SECONDS
     shift
@@ -28,13 +28,13 @@ step() {
     if ("$@") 2>&1 | tee -a "$log" | sed -nu 's/^Downloading .*([0-9.]*\([0-9][0-9]\..*M\|G\)iB)/    &/p'; then
         echo "    $((SECONDS - started)) s"
     else
-        echo "    failed; the end of $log:" >&2
+        echo "    failed. The end of $log:" >&2
         tail -n 15 "$log" >&2
         fail "could not install $what."
     fi
 }
 
-# A command can exist and not run (pyenv's shims), or lack the venv module (Debian's python3).
+# A command may exist but not run (pyenv's shims), or lack the venv module (Debian's python3).
 is_supported() {
     "$1" -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
         2>/dev/null
@@ -48,7 +48,7 @@ find_python() {
 }
 
 create_venv() {
-    rm -rf .venv/bin .venv # bin first: what an interrupted removal leaves must not look usable
+    rm -rf .venv/bin .venv # bin first: after an interrupted removal, .venv must not look usable
     if [ "$base" != uv ]; then
         "$base" -m venv .venv
     else
@@ -56,12 +56,12 @@ create_venv() {
     fi
 }
 
-# pip_setting NAME: what pip has been told, by variables first. uv does not read it.
+# pip_setting NAME: print a setting of pip, which uv does not read. Variables come first.
 pip_setting() {
     "$python" -m pip config list | sed -n "s/\\\\n/ /g; s/^[^ ]*\.$1='\(.*\)'$/\1/p" | head -n 1
 }
 
-# uv takes packages from where pip would, and without its cache where that cannot be written.
+# Make uv use pip's package sources, and no cache if its folder cannot be created.
 tell_uv() {
     local index more links certificate
     index=$(pip_setting index-url) && more=$(pip_setting extra-index-url)
@@ -74,27 +74,27 @@ tell_uv() {
     mkdir -p "${UV_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/uv}" 2>/dev/null || export UV_NO_CACHE=1
 }
 
-# The CPU build of PyTorch, except where a GPU is. Only PyTorch's own index has it.
+# Choose PyTorch's CPU build unless there is a GPU. Only PyTorch's own index has the CPU build.
 choose_torch() {
     if nvidia-smi >/dev/null 2>&1; then
-        echo "  PyTorch: the build with CUDA, as there is a GPU: about 1.7 GB to download, 7 GB on disk"
+        echo "  PyTorch: the CUDA build, since there is a GPU; about 1.7 GB to download, 7 GB on disk"
     elif UV_HTTP_RETRIES=0 "$uv" pip install --dry-run --reinstall --no-deps \
         --torch-backend=cpu torch >>"$log" 2>&1; then
         echo "  PyTorch: the CPU build; about 0.8 GB to download, 3.2 GB on disk"
         torch=--torch-backend=cpu
     else
-        echo "  PyTorch: its index of CPU builds is out of reach; unless pip's settings name another" \
-            "place, the build with CUDA comes: about 1.7 GB to download, 7 GB on disk"
+        echo "  PyTorch: cannot reach its index of CPU builds. Unless pip's settings name another" \
+            "source, this is the CUDA build; about 1.7 GB to download, 7 GB on disk"
     fi
 }
 
-# All packages; or if one cannot be had, those that can: what does not need it runs.
+# Install all packages. If one cannot be installed, install the others: much runs without it.
 install_packages() {
     touch "$unfinished"
     rm -f "$missing"
     "$uv" pip install $torch -r requirements.txt || install_one_by_one || return 1
-    # Bytecode now: sagemaker's, because the first notebook would show what Python warns of in it, and
-    # that of the largest, because processes that start together would each make it.
+    # Compile bytecode now: of sagemaker, because otherwise the first notebook shows the compiler's
+    # warnings; of the largest packages, because processes that start together would each do it.
     local packages
     packages=$(echo .venv/lib/python*/site-packages)
     "$python" -m compileall -qq -j 0 "$packages"/{sagemaker,torch,tensorflow,keras} || true # one may be missing
@@ -103,7 +103,7 @@ install_packages() {
 
 install_one_by_one() {
     local requirement output
-    "$uv" pip install sagemaker -c constraints.txt || return 1 # which everything needs
+    "$uv" pip install sagemaker -c constraints.txt || return 1 # everything needs it
     sed 's/ *#.*//; /^-c/d; /^$/d' requirements.txt | while read -r requirement; do
         output=$("$uv" pip install $torch -c constraints.txt "$requirement" 2>&1) ||
             echo "$requirement: $(tail -n 1 <<<"$output" | sed 's/^ *//')" >>"$missing"
@@ -111,9 +111,9 @@ install_one_by_one() {
     done
 }
 
-# The toolkit, with which AWS's containers start jobs, and what it needs that is not installed already.
-# Its C code, which MPI preloads on AWS, is left out: `true` takes the compiler's place, an empty
-# module that of its result; and nothing of that may go into uv's cache. Importing it makes folders.
+# Install the toolkit that starts jobs in AWS's containers, and its missing dependencies. Skip its C
+# code, which MPI preloads on AWS: `true` replaces the compiler, and an empty module replaces the
+# result. Keep this out of uv's cache. Importing the toolkit creates folders: use a temporary one.
 install_toolkit() {
     CC=true "$uv" pip install --no-cache --no-deps sagemaker-training==5.1.4 \
         retrying==1.4.2 inotify_simple==2.0.1 &&
@@ -121,35 +121,35 @@ install_toolkit() {
         SAGEMAKER_BASE_DIR=$(mktemp -d) "$python" -c 'import sagemaker_training.trainer'
 }
 
-# The last SDK v2, for the test that the example works with it too; in a folder of its own, because
-# it is the same package as SDK v3, whose dependencies serve.
+# Install the last SDK v2, for the test that the example works with it too. It gets its own folder,
+# because SDK v3 is the same package, and uses SDK v3's dependencies.
 install_sdk_v2() {
     "$uv" pip install --no-deps --upgrade --target .venv/sdk-v2 \
         sagemaker==2.257.7 sagemaker-core==1.0.78
 }
 
 [ "$(uname -s)" = Linux ] ||
-    fail "the examples run on Linux only; on Windows use WSL, on macOS a Linux container."
+    fail "the examples run on Linux only. On Windows, use WSL; on macOS, use a Linux container."
 if [ -e "$unfinished" ] || ! is_supported "$python" || ! "$python" -m pip --version >/dev/null; then
     base=$(find_python) ||
-        fail "no Python 3.11, 3.12 or 3.13 with its venv module found: install one (Debian, Ubuntu:" \
-            "apt install python3-venv), or install uv, which fetches it."
+        fail "found no Python 3.11, 3.12 or 3.13 with the venv module. Install one (on Debian or" \
+            "Ubuntu: apt install python3-venv), or install uv, which downloads Python."
 fi
 
-trap 'echo; fail "interrupted; the same command continues it."' INT TERM
+trap 'echo; fail "interrupted. Run the same command again to continue."' INT TERM
 mkdir -p build
 : >"$log"
-echo "Setting up .venv (once; about a minute, and as long as the downloads take):"
+echo "Setting up .venv (only once; takes about a minute, plus the downloads):"
 [ -z "${base:-}" ] || step "Python ($base)" create_venv
-step "uv, which installs the rest" "$python" -m pip install -q uv==0.13.9
+step "uv" "$python" -m pip install -q uv==0.13.9
 tell_uv
 choose_torch
 step "packages of requirements.txt" install_packages
 step "SageMaker training toolkit" install_toolkit
 step "SageMaker SDK v2" install_sdk_v2
 if [ -e "$missing" ]; then
-    echo "These packages could not be had (more in $log); the same command tries again," \
-        "and what does not need them runs:" >&2
+    echo "These packages could not be installed (see $log). Run the same command to try again." \
+        "Everything that does not need them works:" >&2
     cat "$missing" >&2
 else
     touch .venv/.ready

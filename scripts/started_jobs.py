@@ -1,6 +1,6 @@
-"""The training jobs that `make aws` starts: written down and limited before, stopped afterwards.
+"""Records, limits and stops the training jobs that `make aws` starts.
 
-`watch` works in the kernel of the notebook that starts them, `stop` in the process of `make aws`.
+`watch` runs in the kernel of the notebook that starts the jobs, `stop` in the `make aws` process.
 """
 
 import os
@@ -17,10 +17,10 @@ LIMIT_SECONDS = 20 * 60
 
 
 def watch(file: Path) -> None:
-    """Limit each job to LIMIT_SECONDS, and write its name to `file` before it is asked for.
+    """Limit each job to LIMIT_SECONDS, and write its name to `file` before it is requested.
 
-    This holds in this process, for the AWS clients of all sessions that are made from now on.
-    Once `file` has gone, the run has been stopped, and every further job is refused.
+    This applies to AWS clients of this process whose sessions are created after this call.
+    A missing `file` means that the run has been stopped: then every further job is refused.
     """
 
     def before_request(params: dict[str, Any], **_: Any) -> None:
@@ -32,25 +32,25 @@ def watch(file: Path) -> None:
             with open(file, "a", opener=only_if_it_exists) as names:
                 names.write(name + "\n")
         except FileNotFoundError:
-            message = f"{name} was not started: this run has been stopped, {file} has gone."
+            message = f"{name} was not started: this run has been stopped ({file} is gone)."
             raise RuntimeError(message) from None
 
     def only_if_it_exists(path: str, flags: int) -> int:
         return os.open(path, flags & ~os.O_CREAT)
 
     event = "before-parameter-build.sagemaker.CreateTrainingJob"
-    # What every new session starts with: the SDK and `shared` make sessions of their own.
+    # Every new session gets these handlers; the SDK and `shared` create their own sessions.
     botocore.handlers.BUILTIN_HANDLERS.append((event, before_request))
 
 
 def stop(names: Iterable[str], region: str, patience_s: float = 15) -> tuple[list[str], list[str]]:
-    """Stop those of the jobs that still run.
+    """Stop the jobs that are still running.
 
-    A job that SageMaker does not know is looked for again for `patience_s`: the request for it may
-    still be on its way when the process that sent it has ended.
+    Looks again for unknown jobs, for `patience_s`: a request may still be on its way after the
+    process that sent it has ended.
 
     Returns:
-        The jobs that were stopped, and those that may still run, because AWS did not answer.
+        The jobs that were stopped, and those that may still run because AWS did not answer.
     """
     client = boto3.client("sagemaker", region_name=region)
     left, stopped, deadline = dict.fromkeys(names, ""), [], time.monotonic() + patience_s
@@ -69,5 +69,5 @@ def stop(names: Iterable[str], region: str, patience_s: float = 15) -> tuple[lis
         if time.monotonic() > deadline:
             break
         time.sleep(0.5 if left else 0)
-    # With this code SageMaker answers for a job that it does not know (aws/aws-sdk issue 165).
+    # ValidationException: SageMaker does not know the job (aws/aws-sdk issue 165).
     return stopped, [name for name, code in left.items() if code != "ValidationException"]

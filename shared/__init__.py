@@ -1,1 +1,1 @@
-"""What the notebooks share: costs, logs and a SageMaker that runs on this machine."""
+"""Code that the notebooks share: costs, logs, advice, and a SageMaker that runs locally."""

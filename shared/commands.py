@@ -1,4 +1,4 @@
-"""What the commands of this folder, `python -m shared.NAME`, have in common."""
+"""Code that the commands of this folder, `python -m shared.NAME`, share."""
 
 import contextlib
 import os
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """End the block quietly when the reader of what it prints, such as head, has seen enough."""
+    """Leave the block quietly if the reader of its output, such as head, closes the pipe."""
     try:
         yield
-        sys.stdout.flush()  # else what is buffered fails at the end of the process
+        sys.stdout.flush()  # otherwise buffered output would fail when the process exits
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard the rest

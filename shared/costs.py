@@ -1,20 +1,20 @@
 """What training jobs cost, and whether the heterogeneous one was worth it.
 
-SageMaker bills every instance of a job, whatever its group, for the job's billable seconds. From
-that and from the step times in the job's log this module makes one table, `compare`, and one
-figure, `plot`. `compare_runs` computes the table of runs without a job, such as those that AWS
-published, `PUBLISHED`.
+SageMaker bills every instance of a job, in every group, for the job's billable seconds. From these
+and from the step times in the job's log, this module makes a table (`compare`) and a figure
+(`plot`). `compare_runs` makes the same table from plain numbers, such as those that AWS published
+(`PUBLISHED`).
 
-Also as a command, for jobs on AWS:
+This is also a command, for jobs on AWS:
 
     python -m shared.costs JOB JOB... [--region REGION]
     python -m shared.costs --refresh REGION
 
-and for jobs of the local SageMaker, inside the notebook that started them:
+For jobs of the local SageMaker, run it in the notebook that started them:
 
-    %run -m shared.costs JOB JOB...     (options after the jobs, else they are %run's)
+    %run -m shared.costs JOB JOB...     (put options after the jobs; %run takes those before)
 
-Prices are those of shared/prices.py: look at the current ones before you decide with them.
+Prices come from shared/prices.py: check the current ones before you base a decision on them.
 """
 
 import argparse
@@ -52,12 +52,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Run:
-    """What one row of the comparison is computed from.
+    """The numbers for one row of the comparison; nan means unknown.
 
     Attributes:
         instances: Number of instances by instance type.
-        step_time_ms: Time of one training step, waiting for data included.
-        data_wait_ms: Part of it spent waiting for data; nan if not known, like those below.
+        step_time_ms: Time of one training step, including the wait for data.
+        data_wait_ms: The part of it spent waiting for data.
         samples_per_s: Samples trained per second, by all ranks together.
         billable_s: Billable time of the job.
         training_s: Training time of the job.
@@ -96,16 +96,16 @@ def compare(
     """Compare training jobs that have ended; the first one is the baseline.
 
     Args:
-        job_names: Names of the jobs by short labels, for table and figure.
-        region: Where the prices are from, if not from the jobs' region.
-        synthetic_job: Name of the same job without data, to know what data costs of a step.
+        job_names: Names of the jobs by short labels for the table and the figure.
+        region: Region of the prices; default: the region of the jobs.
+        synthetic_job: Name of the same job without data, to show what data costs of a step.
 
     Returns:
-        One row per job; columns as in `compare_runs`; times are medians over the step lines.
+        One row per job, with the columns of `compare_runs`. Times are medians over the step lines.
 
     Raises:
         ValueError: a job is unknown, has not ended, was not billed or has logged no steps, or a
-            price is not known.
+            price is unknown.
     """
     runs, without_data_ms = {}, nan
     if synthetic_job:
@@ -131,7 +131,7 @@ def _billed(name: str) -> dict[str, Any]:
     if status in ("InProgress", "Stopping"):
         raise ValueError(f"Training job {name!r} is {status}: its cost is known once it has ended.")
     if "BillableTimeInSeconds" not in description:
-        raise ValueError(f"Training job {name!r} ({status}) has no billable time: nothing to cost.")
+        raise ValueError(f"Training job {name!r} ({status}) has no billable time, so no cost.")
     return description
 
 
@@ -142,11 +142,12 @@ def compare_runs(
 
     BillableTimeInSeconds is per instance ("Multiply this value by the number of instances", API
     reference of DescribeTrainingJob), so total USD = USD per hour / 3600 * billable time. Managed
-    spot training saves 1 - billable / training time (same source), in the cost of steps and samples
-    too: USD per 1,000 steps = USD per hour / 3600 * step time in seconds * 1,000 * (1 - saving).
+    spot training saves 1 - billable / training time (same source), which also lowers the cost of
+    steps and samples: USD per 1,000 steps = USD per hour / 3600 * step time in seconds * 1,000 *
+    (1 - saving).
 
     Returns:
-        One row per run. Speed-up is the baseline's step time over this one's; price-performance
+        One row per run. Speed-up is the baseline's step time / the run's; price-performance
         improvement is 1 - cost per step / the baseline's cost per step. The prices used, with their
         sources, are in the table's attrs["prices"].
     """
@@ -163,8 +164,8 @@ def compare_runs(
 
 
 def _row(run: Run, prices: dict[str, Price]) -> dict[str, Any]:
-    """Compute what does not depend on the baseline."""
-    names = sorted(run.instances, key=lambda name: -prices[name].usd_per_hour)  # dearest first
+    """Compute the columns that do not depend on the baseline."""
+    names = sorted(run.instances, key=lambda name: -prices[name].usd_per_hour)  # by falling price
     usd_per_hour = sum(run.instances[name] * prices[name].usd_per_hour for name in names)
     summands = " + ".join(f"{run.instances[name]} x {prices[name].usd_per_hour}" for name in names)
     days = ", ".join(sorted({prices[name].as_of for name in names}))
@@ -192,9 +193,9 @@ def _row(run: Run, prices: dict[str, Price]) -> dict[str, Any]:
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """Turn a comparison on its side, one column per job, with sensibly rounded text for numbers.
+    """Transpose a comparison, one column per job, and round its numbers for display.
 
-    What is not known of any of the jobs is left out.
+    Rows without any known value are left out.
     """
     formats = {
         "samples per s": "{:,.1f}",
@@ -215,14 +216,14 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def plot(table: pd.DataFrame, title: str, note: str = "") -> Figure:
-    """Draw a comparison: step time, split into what data costs and the rest, and cost.
+    """Draw a comparison: the cost, and the step time, split into what data costs and the rest.
 
-    What data costs is what a step takes longer than one without data; where that is not known, the
-    time in which the training waits for data.
+    What data costs is the step time minus the step time without data. If the latter is unknown, it
+    is the time in which the training waits for data.
 
     Args:
         table: From `compare` or `compare_runs`.
-        title: Above the figure.
+        title: Title of the figure.
         note: Added to the small print, for instance "Measured on this machine.".
     """
     fig, (left, right) = plt.subplots(
@@ -260,7 +261,7 @@ def plot(table: pd.DataFrame, title: str, note: str = "") -> Figure:
     left.invert_yaxis()  # the baseline on top
     left.set_xlabel("step time (ms)", fontsize=12)
     right.set_xlabel("cost per 1,000 steps (USD)", fontsize=12)
-    right.locator_params(axis="x", nbins=5)  # more would touch each other
+    right.locator_params(axis="x", nbins=5)  # more labels would touch each other
     for panel, room in ((left, 0.6), (right, 1.0)):
         panel.margins(x=room)  # for the text beside the bars
         panel.tick_params(labelsize=11)
@@ -271,7 +272,7 @@ def plot(table: pd.DataFrame, title: str, note: str = "") -> Figure:
     small_print = f"SageMaker training on-demand prices in {region} as of {dates}{spot}.\n{note}"
     fig.supxlabel(small_print, fontsize=10, color="0.35")
     fig.suptitle(title, fontsize=14)
-    plt.close(fig)  # the notebook draws the returned figure; left open, it would be drawn twice
+    plt.close(fig)  # otherwise a notebook would draw it twice
     return fig
 
 
@@ -279,13 +280,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command that the module's docstring describes; return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m shared.costs",
-        description="What SageMaker training jobs cost, compared with the first of them.",
-        epilog="Jobs of the local SageMaker: %run -m shared.costs in the notebook that started "
-        "them. The region of the jobs is boto3's (AWS_DEFAULT_REGION).",
+        description="Compare what SageMaker training jobs cost with the first of them.",
+        epilog="For jobs of the local SageMaker, use %run -m shared.costs in the notebook that "
+        "started them. Set the region of the jobs as for boto3 (AWS_DEFAULT_REGION).",
     )
     parser.add_argument("jobs", nargs="*", metavar="JOB", help="name of a training job that ended")
     parser.add_argument("--refresh", metavar="REGION", help="get current prices from AWS")
-    parser.add_argument("--region", help="where the prices are from, if not from the jobs' region")
+    parser.add_argument("--region", help="region of the prices; default: the region of the jobs")
     options = parser.parse_args(arguments)
     try:
         with reader_may_leave():
@@ -297,18 +298,18 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{count} training prices of {options.refresh} are now in {file}.")
             else:
                 _print(compare({name: name for name in options.jobs}, options.region))
-    except (ValueError, OSError) as error:  # the latter: prices that cannot be kept
+    except (ValueError, OSError) as error:  # OSError: the prices cannot be written
         print(error, file=sys.stderr)
         return 2
     except (BotoCoreError, ClientError) as error:
-        hint = " (the local SageMaker has no prices: ask in a terminal)" * bool(options.refresh)
+        hint = " (the local SageMaker has no prices: use a terminal)" * bool(options.refresh)
         print(f"AWS: {error}{hint}", file=sys.stderr)
         return 2
     return 0
 
 
 def _print(table: pd.DataFrame) -> None:
-    """Print a table, and below it where each price is from."""
+    """Print a table, and below it the source of each price."""
     print(f"{readable(table).to_string()}\n")
     for price in sorted(
         table.attrs["prices"], key=lambda price: (price.as_of, price.instance_type)
@@ -319,5 +320,5 @@ def _print(table: pd.DataFrame) -> None:
 
 if __name__ == "__main__":
     status = main()
-    if status and not hasattr(builtins, "__IPYTHON__"):  # %run would add a traceback of the exit
+    if status and not hasattr(builtins, "__IPYTHON__"):  # %run would print a traceback
         sys.exit(status)

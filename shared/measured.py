@@ -1,23 +1,23 @@
-"""Does training wait for its CPUs? One line in a script of one's own, one run, on any machine.
+"""Does training wait for its CPUs? Change one line of your script and run it once, on any machine.
 
     for batch in measured(loader):  # instead of: for batch in loader
 
-For loops over a DataLoader or a tf.data.Dataset; `measured_fit` is for Keras. Copy this file: it
-needs the standard library alone. A run alternates between K steps with real batches and K with one
-batch again and again. It prints the step times of both, how busy the CPUs were and what follows,
-with this repository on PYTHONPATH also which clusters would be better, and a line of JSON, which
-`python -m shared.advisor --log FILE` and `--job NAME` read.
+This works in loops over a DataLoader or a tf.data.Dataset; for Keras, use `measured_fit`. Copy this
+file: it needs only the standard library. A run alternates between K steps with real batches and K
+steps with one repeated batch. It prints both step times, how busy the CPUs were, what follows from
+that, and a line of JSON, which `python -m shared.advisor --log FILE` and `--job NAME` read. If this
+repository is on PYTHONPATH, it also prints which clusters would be better.
 
-While a batch is repeated the loader fills its buffers, and real steps after that would not wait: so
-what the buffers can hold is dropped before real steps. How much a tf.data.Dataset holds, nobody
-can say, and an AUTOTUNE buffer doubles whenever it has run full and then empty: of a Dataset, what
-comes within the time of some real steps is dropped, as what is ready comes at once. Filling buffers
-takes CPU time: so repeated steps are timed only once they are full. Ranks must change at the same
-step, so steps are counted, not timed. Batches are lost: what such a run trains is not to be used.
+While a batch is repeated, the loader fills its buffers, and real steps after that would not wait.
+So before real steps, as many batches as the buffers can hold are dropped. Nobody can say how many a
+tf.data.Dataset holds: an AUTOTUNE buffer doubles whenever it has been full and then empty. Its
+buffered batches arrive at once, so whatever arrives within the time of a few real steps is dropped.
+Filling buffers takes CPU time, so repeated steps are timed only once the buffers are full. All
+ranks must switch at the same step, so steps are counted, not timed. Do not use the trained model.
 
-How busy the CPUs were is of the vCPUs that the process may use, whoever uses them; where its
-container has a lower limit (cpu.max of cgroups), of that limit, and of what the container uses:
-which instance has so many cores is not known, so give instance_type. Linux alone says it.
+CPU use is a percentage of the vCPUs that the process may use, whichever program uses them. In a
+container with a lower limit (cpu.max of cgroups), it is the percentage of that limit that the
+container uses; then pass a type with that many vCPUs as instance_type. It is known only on Linux.
 """
 
 import atexit
@@ -41,13 +41,13 @@ from statistics import median
 from typing import Any
 
 MIN_CYCLES = 3
-MOST_CYCLES = 5  # of a tf.data.Dataset, whose AUTOTUNE buffers may double with each
-WORTH_PERCENT = 10  # where data costs less of each step, there is little to gain
-CPU_BOUND_PERCENT = 80  # while the CPUs are less busy, something else holds the job up
-ADVICE_SECONDS = 60  # patience with the advisor: the program shall end, come what may
+MOST_CYCLES = 5  # for a tf.data.Dataset, whose AUTOTUNE buffers may double in each cycle
+WORTH_PERCENT = 10  # if data costs a smaller share of a step, there is little to gain
+CPU_BOUND_PERCENT = 80  # if the CPUs are less busy than this, something else is the bottleneck
+ADVICE_SECONDS = 60  # timeout for the advisor, so that the program always ends
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 NOTICE = "measured: this run is for measuring, as batches are dropped and repeated"
-# At its ends: time in s, ticks of the CPUs (by a limit: microseconds) that were busy, and in all.
+# At its start and end: time in s, busy CPU ticks, all CPU ticks (with a CPU limit: microseconds).
 Stretch = list[tuple[float, int, int]]
 _loops: dict[int, "MeasuredLoop"] = {}
 
@@ -60,23 +60,23 @@ def measured(
     accumulation: int = 1,
     instance_type: str = "",
 ) -> "MeasuredLoop":
-    """Iterate over `loader`, and measure; called again for the next epoch, it goes on.
+    """Iterate over `loader` and measure; a call for the next epoch continues the measurement.
 
-    An epoch has len(loader) steps at most. Rank 0 prints the result when the program ends.
+    An epoch has at most len(loader) steps. Rank 0 prints the result when the program ends.
 
     Args:
-        loader: The one that training takes its batches from.
-        steps: Print after so many, for notebooks and programs that end with os._exit; it takes
-            MIN_CYCLES cycles at least. From then on batches come as they are.
-        buffer: How many batches the loader can hold ready, where it is neither a DataLoader nor a
-            tf.data.Dataset, or a Dataset that holds over 40.
-        accumulation: How many steps add up their gradients for one update of the weights.
-        instance_type: Such as "ml.g5.xlarge", where neither SageMaker nor EC2 says it.
+        loader: The loader that training takes its batches from.
+        steps: Print the result after this many steps, but at least MIN_CYCLES cycles; later batches
+            are unchanged. For notebooks and programs that end with os._exit.
+        buffer: How many batches the loader can hold ready. Needed if it is neither a DataLoader nor
+            a tf.data.Dataset, or if it is a Dataset that holds more than 40.
+        accumulation: Over how many steps gradients are accumulated for one weight update.
+        instance_type: Such as "ml.g5.xlarge"; needed if neither SageMaker nor EC2 provides it.
 
     Raises:
-        ValueError: how many batches the loader can hold ready is not known, or a number is wrong.
+        ValueError: it is unknown how many batches the loader can hold ready, or a number is wrong.
     """
-    if id(loader) not in _loops:  # there it stays alive, so that no other loader gets its id
+    if id(loader) not in _loops:  # which keeps the loader alive: no other loader can get its id
         workers = getattr(loader, "num_workers", None)
         if buffer is None and workers == 0:
             buffer = 0
@@ -84,14 +84,14 @@ def measured(
             buffer = loader.prefetch_factor * workers + 2
         if buffer is None and not (hasattr(loader, "cardinality") and hasattr(loader, "repeat")):
             raise ValueError(
-                f"How many batches this {type(loader).__name__} can hold ready is not known: give "
-                "measured(loader, buffer=N), 0 if it prepares each batch when asked for it."
+                f"Cannot tell how many batches this {type(loader).__name__} can hold ready: call "
+                "measured(loader, buffer=N), with N = 0 if it prepares each batch on request."
             )
         if (buffer or 0) < 0 or accumulation < 1:
             raise ValueError("buffer must be 0 or more, and accumulation 1 or more")
         workers = workers or (8 if buffer is None else buffer // 2)
         loop = MeasuredLoop(loader, steps, buffer, workers, accumulation, instance_type)
-        loop.reported = _rank() > 0  # known now: when the program ends the ranks may have parted
+        loop.reported = _rank() > 0  # ask now: the process group may be gone at the end
         _loops[id(loader)] = loop
         if not loop.reported:
             print(NOTICE, flush=True)
@@ -101,25 +101,25 @@ def measured(
 
 @dataclass(eq=False)
 class MeasuredLoop:
-    """What `measured` returns: iterate over it."""
+    """The iterable that `measured` returns."""
 
     loader: Any
     steps: int
-    buffer: int | None  # None: a tf.data.Dataset
+    buffer: int | None  # None for a tf.data.Dataset
     workers: int
     accumulation: int
     instance_type: str
 
     def __post_init__(self) -> None:
-        # K: whole rounds, as workers that began together are ready together, and whole updates.
+        # K is a multiple of `workers`, whose batches get ready together, and of `accumulation`.
         unit = lcm(max(1, self.workers), self.accumulation)
         self.stretch = unit * ceil(max(10, 5 * self.workers) / unit)
-        self.settling = max(2, self.workers)  # untimed steps, in which all get in pace
+        self.settling = max(2, self.workers)  # untimed steps, until the pace is steady
         if self.buffer is None:
             most = 2 * MOST_CYCLES * (self.settling + self.stretch)
             self.steps = min(self.steps or most, most)
-        self.done = self.left = 0  # steps: in all, and still to be done in this epoch
-        self.seconds = 0.0  # of a step in the last stretch with real batches
+        self.done = self.left = 0  # steps: in total, and remaining in this epoch
+        self.seconds = 0.0  # step time in the last stretch with real batches
         self.real, self.repeated = [], []  # stretches
         self.reported = False
 
@@ -129,14 +129,14 @@ class MeasuredLoop:
     def __iter__(self) -> Iterator[Any]:
         loader, least = self.loader, (self.buffer or 0) + self.settling + self.stretch
         self.left = sys.maxsize
-        with contextlib.suppress(TypeError):  # only its end says how long it is
+        with contextlib.suppress(TypeError):  # its length is unknown
             self.left = len(loader)
-            # Ranks may drop different numbers of batches, but must have the same number of steps.
+            # Ranks may drop different numbers of batches, but must take the same number of steps.
             loader = loader.repeat() if self.buffer is None else loader
         batches = iter(loader)
-        if self.left < least:  # the batches come as they are
+        if self.left < least:  # do not measure
             if not self.reported:
-                print(f"measured: epochs of {self.left} batches are too short: it takes {least}")
+                print(f"measured: epochs of {self.left} batches are too short: {least} are needed")
             self.reported = True
             yield from self._steps(batches, self.left)
             return
@@ -146,10 +146,10 @@ class MeasuredLoop:
                 if self.buffer is None:
                     end = time.perf_counter() + self.settling * self.seconds
                     ready = takewhile(lambda _, end=end: time.perf_counter() < end, batches)
-                deque(ready, maxlen=0)  # take what the loader has ready
+                deque(ready, maxlen=0)  # drop what the loader has ready
             else:
                 source, stretches = map(_fresh, cycle(list(islice(batches, 1)))), self.repeated
-                # The loader takes at most a real step's time for a batch, so this pause fills its
+                # The loader needs at most a real step's time for a batch, so this pause fills its
                 # buffers. No rank takes a step meanwhile.
                 holds = self.stretch if self.buffer is None else self.buffer
                 time.sleep(holds * self.seconds)
@@ -157,7 +157,7 @@ class MeasuredLoop:
             sample, before = _sample(self.loader), self.done
             yield from self._steps(source, self.stretch)
             if self.done - before < self.stretch:
-                return  # the epoch is over: the next one begins with a stretch of the same kind
+                return  # the epoch is over: the next one starts with a stretch of the same kind
             stretches.append([sample, _sample(self.loader)])
             (start, *_), (end, *_) = self.real[-1]
             self.seconds = (end - start) / self.stretch
@@ -171,15 +171,15 @@ class MeasuredLoop:
             yield batch
 
     def report(self) -> None:
-        """Print what has been measured, once, or what it would have taken."""
+        """Print the result once, or how many steps and batches it would have needed."""
         if self.reported:
             return
         self.reported, once = True, self.settling + self.stretch
         if len(self.repeated) >= MIN_CYCLES:
             return _report(self.real, self.repeated, self.stretch, self.instance_type)
         print(
-            f"measured: {self.done} steps were too few: it takes {MIN_CYCLES} x {2 * once}, in "
-            f"epochs of {max((self.buffer or 0) + once, 2 * once)} batches or more"
+            f"measured: {self.done} steps are too few: it needs {MIN_CYCLES} x {2 * once}, in "
+            f"epochs of at least {max((self.buffer or 0) + once, 2 * once)} batches"
         )
 
 
@@ -192,23 +192,23 @@ def measured_fit(
     instance_type: str = "",
     **settings: Any,
 ) -> None:
-    """Measure Keras' model.fit: on the dataset, and then on its first batch again and again.
+    """Measure Keras' model.fit on the dataset, and then on its first batch, repeated.
 
     Args:
-        model: Compiled.
+        model: A compiled model whose steps_per_execution is 1.
         dataset: A tf.data.Dataset of batches, or a keras.utils.PyDataset.
-        stretch: Of five that are timed, number of steps; a multiple of steps_per_execution.
-        settling: Steps before them; as many as the dataset can hold batches ready, and the first.
+        stretch: Steps in each of the five timed stretches.
+        settling: Untimed steps before them: 1 + how many batches the dataset can hold ready.
         instance_type: As in `measured`.
-        **settings: Others of model.fit, but for epochs.
+        **settings: Other arguments of model.fit, except epochs.
 
     Raises:
-        TypeError: the data is in memory already, as arrays.
+        TypeError: the data is already in memory, as arrays.
     """
     if not hasattr(dataset, "cardinality") and not hasattr(dataset, "on_epoch_end"):
         raise TypeError(
-            f"measured_fit({type(dataset).__name__}): give it what prepares batches, a "
-            "tf.data.Dataset or PyDataset; arrays are prepared already"
+            f"measured_fit({type(dataset).__name__}): pass the tf.data.Dataset or PyDataset that "
+            "prepares the batches; arrays are prepared already"
         )
     if _rank() == 0:
         print(NOTICE, flush=True)
@@ -216,7 +216,7 @@ def measured_fit(
 
     def timed(batches: Any, **length: int) -> list[Stretch]:
         samples: Stretch = []
-        steps = iter(range(1, last + 1))  # a batch's number begins anew in each epoch
+        steps = iter(range(1, last + 1))  # Keras numbers the batches of each epoch from 0
 
         def look(*_: Any, **__: Any) -> None:
             step = next(steps, last)
@@ -225,7 +225,7 @@ def measured_fit(
             model.stop_training = step >= last
 
         clock = sys.modules["tensorflow"].keras.callbacks.LambdaCallback(on_train_batch_end=look)
-        clock._supports_tf_logs = True  # else Keras 2 waits for the GPU in each step
+        clock._supports_tf_logs = True  # otherwise Keras 2 waits for the GPU in each step
         model.fit(batches, callbacks=[*callbacks, clock], **(settings | length))
         return [*pairwise(samples)]
 
@@ -240,19 +240,19 @@ def measured_fit(
 
 
 def _fresh(batch: Any) -> Any:
-    """Copy the containers in a batch, which scripts take things out of, but not its tensors."""
+    """Copy the containers in a batch, which scripts may change, but not its tensors."""
     if isinstance(batch, tuple):
         return getattr(batch, "_make", tuple)(_fresh(part) for part in batch)
     if not isinstance(batch, (list, MutableMapping)):
         return batch
-    copied = copy(batch)  # of the same class
+    copied = copy(batch)  # keeps the class
     for key in batch if isinstance(batch, MutableMapping) else range(len(batch)):
         copied[key] = _fresh(batch[key])
     return copied
 
 
 def _sample(loader: Any) -> tuple[float, int, int]:
-    """Read the clock and the CPUs' ticks, when accelerators have done all that they were given."""
+    """Wait until the accelerators have finished, then read the clock and the CPU ticks."""
     torch, tf = sys.modules.get("torch"), sys.modules.get("tensorflow")
     if tf and (not torch or isinstance(loader, tf.data.Dataset)):
         tf.test.experimental.sync_devices()
@@ -262,8 +262,8 @@ def _sample(loader: Any) -> tuple[float, int, int]:
     if limit := _limit():
         return now, limit[1], int(1e6 * limit[0] * now)
     ticks = [0] * 8
-    with contextlib.suppress(OSError):  # not Linux: the use of the CPUs is not known
-        # Of each vCPU: user, nice, system, idle, iowait, ...
+    with contextlib.suppress(OSError):  # not Linux: CPU use is unknown
+        # The columns for each vCPU: user, nice, system, idle, iowait, ...
         rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
         own = {f"cpu{number}" for number in os.sched_getaffinity(0)}  # which this process may use
         used = [[int(number) for number in row[1:9]] for row in rows if row[0] in own]
@@ -272,17 +272,17 @@ def _sample(loader: Any) -> tuple[float, int, int]:
 
 
 def _limit() -> tuple[float, int] | None:
-    """CPU limit of the container in cores, and microseconds that it has used; None: there is none.
+    """Return the container's CPU limit in cores and the CPU time used in microseconds, or None.
 
-    That is the lowest of this process's cgroup and those above it, as a container's own may be at
-    the top, under a path that only its host has.
+    Takes the lowest limit of this process's cgroup and all its parents: a container may see its own
+    cgroup at the root, while the process's path exists only on the host.
     """
     limits = []
     rows = OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []
     rows = [row.split(":", 2) for row in rows]  # 0::/a, or 4:cpu,cpuacct:/a
     for kinds, own in ((kinds, Path(path.lstrip("/"))) for _, kinds, path in rows):
         for folder in (own, *own.parents) if {"", "cpu"} & {*kinds.split(",")} else ():
-            with contextlib.suppress(OSError):  # it is not there, or has no limits
+            with contextlib.suppress(OSError):  # the cgroup does not exist here, or has no limits
                 if not kinds:  # version 2
                     quota, period = (CGROUPS / folder / "cpu.max").read_text().split()
                     used = int((CGROUPS / folder / "cpu.stat").read_text().split()[1])  # usage_usec
@@ -297,7 +297,7 @@ def _limit() -> tuple[float, int] | None:
 
 
 def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
-    """Print on rank 0 all that is found by stretches of so many steps."""
+    """Print the result on rank 0; `steps` is the length of each stretch."""
     if _rank() > 0:
         return
     step_ms, spread, cpu = _summary(real, steps)
@@ -307,12 +307,12 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
     if costs < WORTH_PERCENT:
         verdict = "not CPU-bound: there is little to gain"
     elif cpu < CPU_BOUND_PERCENT:
-        verdict = "not CPU-bound: look at the number of data workers, at storage and network"
+        verdict = "not CPU-bound: check the number of data workers, the storage and the network"
     use = f"{cpu:.0f} %, without data {training_cpu:.0f} %"
     use = "not known" if isnan(cpu + training_cpu) else use
     known_type, count, machine = _machine()
     if limit := _limit():  # the instance has more
-        known_type, machine = "", f"{limit[0]:g} cores, its container's limit, of {machine}"
+        known_type, machine = "", f"{limit[0]:g} cores (the container's limit) of {machine}"
     numbers = {
         "step_ms": step_ms,
         "accelerator_ms": floor_ms,
@@ -334,7 +334,7 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
 
 
 def _summary(stretches: list, steps: int) -> tuple[float, str, float]:
-    """Median step time in ms, its spread, and percent of all CPUs in use; nan if not known."""
+    """Return the median step time in ms, its range, and CPU use in percent (nan if unknown)."""
     times = [1000 * (end[0] - start[0]) / steps for start, end in stretches]
     busy, ticks = (sum(end[i] - start[i] for start, end in stretches) for i in (1, 2))
     percent = 100 * busy / ticks if ticks else nan
@@ -342,12 +342,12 @@ def _summary(stretches: list, steps: int) -> tuple[float, str, float]:
 
 
 def _clusters(line: str) -> str:
-    """What the advisor makes of the line of numbers, or why it cannot tell."""
+    """Return what the advisor says about the line of numbers, or why it cannot say anything."""
     if '"instance_type": ' not in line:
-        return "clusters      for which instance? Give it as instance_type"
+        return "clusters      the instance type is unknown: pass instance_type"
     command = [sys.executable, "-m", "shared.advisor", "--log", "-", "--short"]
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):  # it does not answer
-        spec = find_spec("shared")  # which imports nothing of it
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):  # no answer
+        spec = find_spec("shared")  # without importing it
         for folder in (spec and spec.submodule_search_locations) or []:
             settings = {"cwd": Path(folder).parent, "timeout": ADVICE_SECONDS}
             done = subprocess.run(command, input=line, capture_output=True, text=True, **settings)
@@ -355,11 +355,11 @@ def _clusters(line: str) -> str:
                 return done.stdout.rstrip()
             if done.stderr.startswith("error: "):
                 return f"clusters      {done.stderr.removeprefix('error: ').rstrip()}"
-    return "clusters      see python -m shared.advisor --log FILE, with this output in FILE"
+    return "clusters      run python -m shared.advisor --log FILE, with this output in FILE"
 
 
 def _machine() -> tuple[str, int, str]:
-    """Type of the instances that train, or "", their number, and what this one has."""
+    """Return the type of the training instances (or ""), their number, and this one's hardware."""
     torch, gpus = sys.modules.get("torch"), os.environ.get("SM_NUM_GPUS")
     if not gpus and torch and torch.cuda.is_available():
         gpus = str(torch.cuda.device_count())
@@ -368,10 +368,10 @@ def _machine() -> tuple[str, int, str]:
     if os.path.exists(path):
         config = json.loads(Path(path).read_text())
         name, groups = config.get("current_instance_type", ""), config.get("instance_groups") or []
-        # Other groups' hosts may prepare data: there is no formula for that.
+        # Other groups' hosts may prepare data, which the formula does not cover.
         known = name.startswith("ml.") and len(groups) < 2
         return (name, len(config["hosts"]), machine) if known else ("", 1, machine)
-    ranks = os.environ.get("WORLD_SIZE", "1")  # torchrun's: in all, and on this host
+    ranks = os.environ.get("WORLD_SIZE", "1")  # torchrun sets it, and LOCAL_WORLD_SIZE
     hosts = int(ranks) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     place = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254")
     try:
@@ -379,12 +379,12 @@ def _machine() -> tuple[str, int, str]:
         header = f"X-aws-ec2-metadata-token: {token}"
         name = _ask(f"{place}/latest/meta-data/instance-type", "GET", header)
         return f"ml.{name}", hosts, machine
-    except (OSError, ValueError, HTTPException):  # this is no instance of EC2
+    except (OSError, ValueError, HTTPException):  # not an EC2 instance
         return "", hosts, machine
 
 
 def _ask(url: str, method: str, header: str) -> str:
-    """Answer of EC2's metadata service, which comes at once and without a proxy, or not at all."""
+    """Ask EC2's metadata service, without a proxy; it answers at once or not at all."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, method=method, headers=dict([header.split(": ")]))
     with direct.open(request, timeout=0.3) as answer:
@@ -392,7 +392,7 @@ def _ask(url: str, method: str, header: str) -> str:
 
 
 def _rank() -> int:
-    """This process's rank: PyTorch's, or what torchrun, mpirun or horovodrun say; else 0."""
+    """Return this process's rank from PyTorch, torchrun, mpirun or horovodrun, or 0."""
     dist = getattr(sys.modules.get("torch"), "distributed", None)
     if dist and dist.is_available() and dist.is_initialized():
         return dist.get_rank()

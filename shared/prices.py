@@ -1,14 +1,15 @@
-"""What SageMaker training instances cost per hour and have: cores, GPUs, memory, network.
+"""Prices and hardware of SageMaker training instances: cores, GPUs, memory, network.
 
 prices.csv is a snapshot of on-demand prices of SageMaker *training*, without storage, data transfer
-and taxes. Each row has the date on which its price was seen and its source. `refresh_prices` gets
-today's from AWS and keeps them for this user; `find` takes the newest one that it knows.
+and taxes. Each row has the source of its price and the date on which it was seen.
+`refresh_prices` gets today's prices from AWS and keeps them for this user; `find` returns the
+newest known price.
 
-What an instance has is in the same rows, as AWS states it for the EC2 instance of the same name
+The same rows describe the hardware, as AWS states it for the EC2 instance of the same name
 (DescribeInstanceTypes, as recorded in moto 5.2.5, moto/ec2/resources/instance_types.json.gz; p3,
-which is not in there, from the AWS News Blog's post on P3, infoq.cn/article/j629I8X512fg8tuKd6ke).
-A network of "Up to 10 Gigabit" is 10 here. Rows at the end, of types whose price we have not found,
-have that alone: their price is nan, and `find` does not know them.
+which is missing there, is from the AWS News Blog's post on P3,
+infoq.cn/article/j629I8X512fg8tuKd6ke). A network of "Up to 10 Gigabit" is 10 here. The last rows
+are types whose price we have not found: their price is nan, and `find` does not find them.
 """
 
 import csv
@@ -30,19 +31,19 @@ SNAPSHOT = Path(__file__).with_name("prices.csv")
 
 @dataclass(frozen=True)
 class Price:
-    """A row of prices.csv: what one training instance costs in a region, and what it has.
+    """A row of prices.csv: the price of a training instance in a region, and its hardware.
 
     Attributes:
         instance_type: Such as "ml.g5.xlarge".
         region: AWS region; "" without a price.
-        usd_per_hour: On-demand price of training in US dollars; nan if not known.
-        vcpus: Number of vCPUs; 0 if not known.
-        gpus: Number of GPUs, or of other accelerators.
-        gpu: Name of the GPU; empty if there is none.
-        memory_gib: Main memory; nan if not known, like the following.
-        network_gbps: Network bandwidth in Gbit/s that AWS states.
-        as_of: ISO date on which the price was seen; "" without one.
-        source: Who says so.
+        usd_per_hour: On-demand price of training in US dollars; nan if unknown.
+        vcpus: Number of vCPUs; 0 if unknown.
+        gpus: Number of GPUs or other accelerators.
+        gpu: Name of the GPU; "" if there is none.
+        memory_gib: Main memory; nan if unknown.
+        network_gbps: Network bandwidth in Gbit/s that AWS states; nan if unknown.
+        as_of: ISO date on which the price was seen; "" without a price.
+        source: Source of the row.
     """
 
     instance_type: str
@@ -61,7 +62,7 @@ COLUMNS = [field.name for field in fields(Price)]
 
 
 def load() -> list[Price]:
-    """Read all prices that are known: those of prices.csv, then those from AWS (`refresh_prices`).
+    """Read all known prices: those of prices.csv, then those from AWS (`refresh_prices`).
 
     Raises:
         ValueError: a file of prices cannot be read.
@@ -72,7 +73,7 @@ def load() -> list[Price]:
 
 @functools.cache
 def _read(file: Path, modified_ns: int) -> tuple[Price, ...]:
-    """Read a file of prices again when it has been modified."""
+    """Read a file of prices; cached until the file is modified."""
     try:
         with file.open(newline="", encoding="utf-8") as text:
             rows = list(csv.DictReader(text, strict=True))
@@ -81,7 +82,7 @@ def _read(file: Path, modified_ns: int) -> tuple[Price, ...]:
             for row in rows
         )
     except (KeyError, OSError, TypeError, ValueError, csv.Error) as error:
-        raise ValueError(f"{file} is not a file of prices ({error}): delete it.") from None
+        raise ValueError(f"{file} is not a valid file of prices ({error}): delete it.") from None
 
 
 def find(instance_type: str, region: str = "us-east-1", as_of: str | None = None) -> Price:
@@ -90,10 +91,10 @@ def find(instance_type: str, region: str = "us-east-1", as_of: str | None = None
     Args:
         instance_type: Such as "ml.g5.xlarge".
         region: AWS region.
-        as_of: ISO date: the price known on that day instead of the newest one.
+        as_of: ISO date; look up the price known on that day instead of the newest one.
 
     Raises:
-        ValueError: there is none; says what is known.
+        ValueError: there is no such price; the message says which prices are known.
     """
     try:
         until = date.fromisoformat(as_of).isoformat() if as_of else date.max.isoformat()
@@ -102,7 +103,7 @@ def find(instance_type: str, region: str = "us-east-1", as_of: str | None = None
     prices = [price for price in load() if not isnan(price.usd_per_hour)]
     more = (
         f"shared.costs.refresh_prices({region!r}), or python -m shared.costs --refresh {region}, "
-        "gets what AWS has"
+        "gets prices from AWS"
     )
     of_type = [price for price in prices if price.instance_type == instance_type]
     if not of_type:
@@ -120,14 +121,15 @@ def find(instance_type: str, region: str = "us-east-1", as_of: str | None = None
     if not dated:
         first = min(price.as_of for price in in_region)
         raise ValueError(
-            f"No price of {instance_type} in {region} as of {as_of} is known; the first: {first}."
+            f"No price of {instance_type} in {region} as of {as_of} is known; the first is of "
+            f"{first}."
         )
-    # Of two of the same day the later in the list, which is AWS's own.
+    # Of two prices of the same day, take the later in the list, which AWS itself has given.
     return max(enumerate(dated), key=lambda item: (item[1].as_of, item[0]))[1]
 
 
 def _known(instance_type: str, prices: Iterable[Price]) -> str:
-    """List the types of the same family, or else the families."""
+    """List the known types of the same family, or all families if there is none."""
     family = instance_type.rpartition(".")[0]
     vcpus = {price.instance_type: price.vcpus for price in prices}
     siblings = [name for name in vcpus if name.rpartition(".")[0] == family]
@@ -139,25 +141,25 @@ def _known(instance_type: str, prices: Iterable[Price]) -> str:
 def price_per_hour(
     instance_type: str, region: str = "us-east-1", as_of: str | None = None
 ) -> float:
-    """Look up what one training instance costs, in US dollars per hour; as `find` does."""
+    """Like `find`, but return only the price, in US dollars per hour."""
     return find(instance_type, region, as_of).usd_per_hour
 
 
 def refresh_prices(region: str) -> list[Price]:
     """Get the current training prices of a region from the AWS Price List API, and keep them.
 
-    They are kept in `cache_file(region)`. What is not an hourly on-demand price of a training
-    instance in US dollars is passed over: spot training, fees, free trials, products without a
-    price. What an instance has is taken from prices.csv where that knows the type, for AWS's price
-    list is incomplete there.
+    The prices are kept in `cache_file(region)`. Only hourly on-demand prices of training instances
+    in US dollars are kept, not spot training, fees, free trials, or products without a price. For
+    types that prices.csv knows, the hardware is taken from there, because AWS's price list is
+    incomplete.
 
-    It needs AWS credentials that may `pricing:GetProducts`, and costs nothing. It does not work in
-    a process in which the local SageMaker runs: that lets nothing through to AWS.
+    This needs AWS credentials that allow `pricing:GetProducts`, and costs nothing. It does not work
+    in a process that runs the local SageMaker, which lets no request through to AWS.
 
     Raises:
-        ValueError: AWS has no training prices of the region, or an answer that cannot be read.
+        ValueError: AWS has no training prices for the region, or its answer cannot be read.
     """
-    client = boto3.client("pricing", region_name="us-east-1")  # the API is in few regions only
+    client = boto3.client("pricing", region_name="us-east-1")  # only few regions have this API
     filters = {"regionCode": region, "component": "Training"}
     pages = client.get_paginator("get_products").paginate(
         ServiceCode="AmazonSageMaker",
@@ -185,19 +187,19 @@ def refresh_prices(region: str) -> list[Price]:
     if not prices:
         raise ValueError(
             f"AWS's price list has no training prices of region {region!r}: "
-            "is it a region, such as us-east-1?"
+            "give the name of a region, such as us-east-1."
         )
     _write(cache_file(region), prices.values())
     return list(prices.values())
 
 
 def cache_file(region: str) -> Path:
-    """Say where the prices of a region are kept, once they have been got from AWS."""
+    """Return the file that keeps a region's prices after `refresh_prices`."""
     return _cache_folder() / f"prices-{region}.csv"
 
 
 def _cache_folder() -> Path:
-    """The user's own folder, by the XDG Base Directory Specification."""
+    """Return the user's cache folder, as the XDG Base Directory Specification defines it."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "sagemaker-heterogeneous-clusters"
 
@@ -205,10 +207,10 @@ def _cache_folder() -> Path:
 def _training_price(
     item: dict[str, Any], has: dict[str, Price], region: str, today: str
 ) -> Price | None:
-    """Read one product of the price list; None if it is no training instance with a price.
+    """Read one product of the price list; None if it is not a training instance with a price.
 
-    Usage types are such as USE1-Train:ml.g5.xlarge; spot training's are ...-TrSpt:..., those of
-    other uses ...-Host:..., ...-Notebk:..., and of reservations ...-TrainingPlanUpfrontFee:...
+    A usage type looks like USE1-Train:ml.g5.xlarge. Spot training has ...-TrSpt:..., other uses
+    ...-Host:... or ...-Notebk:..., and reservations ...-TrainingPlanUpfrontFee:...
     """
     attributes = item["product"]["attributes"]
     usage_type = attributes.get("usagetype", "")
@@ -241,13 +243,13 @@ def _training_price(
 
 
 def _number(text: str | None, otherwise: float = float("nan")) -> float:
-    """Read the numbers in texts such as "16 GiB", "Up to 10 Gigabit", "4x 100 Gigabit", "N/A"."""
+    """Read the number in "16 GiB", "Up to 10 Gigabit", "4x 100 Gigabit" (400), or "N/A" (none)."""
     match = re.search(r"(?:(\d+)x )?(\d+(?:\.\d+)?)", (text or "").replace(",", ""))
     return float(match[2]) * int(match[1] or 1) if match else otherwise
 
 
 def _write(file: Path, prices: Iterable[Price]) -> None:
-    """Write a file of prices as a whole: who reads it meanwhile sees the old or the new one."""
+    """Write a file of prices atomically: another process reads either the old or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}.part")
     try:

@@ -1,7 +1,7 @@
-"""Checks of the exercises of workshop.md, and how lab 3 breaks a host.
+"""Check the answers to the exercises of workshop.md, and break a host for lab 3.
 
-Every check computes the right answer from the learner's own jobs and says in a sentence or two
-whether the given one is right, or what to think of. Nothing is raised for a wrong answer.
+Every check computes the right answer from the learner's own jobs. It says in a sentence or two
+whether the learner's answer is right, or gives a hint. A wrong answer raises no error.
 """
 
 import time
@@ -19,9 +19,9 @@ from shared.monitoring.bottleneck import LEAST_WAIT_PERCENT, wait_percent
 from shared.monitoring.describe import describe
 from shared.monitoring.log import GrowingLog, hosts_of, logged, step_table, steps
 
-POINTS = 10  # of lab 1: percent points that an answer may be off
-PERCENT = 10  # of lab 2: percent that a prediction may be off
-HEAVIER = 4  # of lab 2: twice `augment` is four times the pixels, and the work
+POINTS = 10  # lab 1: an answer may be off by so many percentage points
+PERCENT = 10  # lab 2: a prediction may be off by so many percent
+HEAVIER = 4  # lab 2: twice `augment` means four times the pixels, and the work
 VICTIMS = ("data server", "launcher")
 ENDS = ("Completed", "Failed")
 WAITING = "Waiting for your answer: put it in place of None, and run this cell again."
@@ -29,7 +29,7 @@ WAITING = "Waiting for your answer: put it in place of None, and run this cell a
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check says of an answer; `print` it."""
+    """The result of a check; `print` it."""
 
     right: bool
     text: str
@@ -39,32 +39,32 @@ class Verdict:
 
 
 def check_waiting(waiting_percent: Any, held_up_by: Any, job_name: str) -> Verdict:
-    """Lab 1: for how much of a step does the job wait for data, and what holds it up?"""
+    """Lab 1: how much of a step does the job spend waiting for data, and what holds it up?"""
     if waiting_percent is None or held_up_by is None:
         return Verdict(False, WAITING)
     if not is_number(waiting_percent):
-        return _not_yet(f"waiting_percent is a number such as 12.5, not {waiting_percent!r}.")
+        return _not_yet(f"waiting_percent must be a number such as 12.5, not {waiting_percent!r}.")
     if held_up_by not in ("data", "training"):
-        return _not_yet(f"held_up_by is 'data' or 'training', not {held_up_by!r}.")
+        return _not_yet(f"held_up_by must be 'data' or 'training', not {held_up_by!r}.")
     table = steps(job_name)
     truth = wait_percent(table)
     if abs(waiting_percent - truth) > POINTS:
         if abs(waiting_percent - (100 - truth)) <= POINTS:
-            hint = "That is the part of a step in which it trains; the question is the other part."
+            hint = "That is the part of a step in which the job trains; what is the other part?"
         elif abs(waiting_percent - table["data_wait_ms"].median()) <= POINTS:
-            hint = "Those are milliseconds: which part of step_time_ms are they?"
+            hint = "That is in milliseconds: what percentage of step_time_ms is it?"
         else:
             hint = "Divide data_wait_ms by step_time_ms, for a typical line of the log."
         return _not_yet(hint)
     if held_up_by != ("data" if truth >= LEAST_WAIT_PERCENT else "training"):
         return _not_yet(
-            f"The percentage is right, the conclusion is not: below {LEAST_WAIT_PERCENT} % nobody "
-            "would notice faster data; above, the accelerator is paid for and idle."
+            f"The percentage is right, but the conclusion is not. Below {LEAST_WAIT_PERCENT} %, "
+            "faster data would gain little; above it, you pay for an idle accelerator."
         )
     return Verdict(
         True,
-        f"Right: it waits for {truth:.0f} % of a step (median of all {len(table)} lines), so the "
-        f"{held_up_by} holds it up. Accepted: up to {POINTS} points more or less.",
+        f"Right: the job waits for {truth:.0f} % of a step (median of all {len(table)} lines), so "
+        f"the {held_up_by} holds it up. Answers within {POINTS} points are accepted.",
     )
 
 
@@ -75,11 +75,11 @@ def check_prediction(
     synthetic_job: str,
     cores: dict[str, int] | None,
 ) -> Verdict:
-    """Lab 2: how long is a step with so many data hosts and HEAVIER times the work on data?
+    """Lab 2: how long is a step with `data_hosts` data hosts and HEAVIER times the work on data?
 
     Args:
         predicted_ms: The learner's answer.
-        data_hosts: For so many data hosts.
+        data_hosts: The number of data hosts that the answer is for.
         heterogeneous_job: The job with one data host and the usual work.
         synthetic_job: The job without data.
         cores: {instance type: cores here} for local jobs, whose hosts share this machine's cores;
@@ -88,14 +88,14 @@ def check_prediction(
     if predicted_ms is None:
         return Verdict(False, WAITING)
     if type(data_hosts) is not int or data_hosts < 1:
-        return _not_yet(f"data_hosts is a whole number from 1 on, not {data_hosts!r}.")
+        return _not_yet(f"data_hosts must be a whole number, at least 1, not {data_hosts!r}.")
     if not is_number(predicted_ms):
-        return _not_yet(f"predicted_ms is a number of milliseconds, not {predicted_ms!r}.")
+        return _not_yet(f"predicted_ms must be a number of milliseconds, not {predicted_ms!r}.")
     table = steps(synthetic_job)
     floor = table["step_time_ms"].median()
     samples = round((table["samples_per_s"] * table["step_time_ms"]).median() / 1000)
     work = HEAVIER * samples * logged(heterogeneous_job, "data_ms_per_sample")
-    data_cores = data_hosts * int(logged(heterogeneous_job, "workers"))  # one on each core
+    data_cores = data_hosts * int(logged(heterogeneous_job, "workers"))  # one per core
     limits = {"the data cores": work / data_cores, "the accelerator": floor}
     if cores is not None:
         here = len(sched_getaffinity(0))
@@ -106,44 +106,45 @@ def check_prediction(
     if abs(predicted_ms / truth - 1) <= PERCENT / 100:
         return Verdict(
             True,
-            f"Right: by the formula it is {truth:.1f} ms, and the limit is {limit}. Accepted: up "
-            f"to {PERCENT} % more or less. Now measure it.",
+            f"Right: by the formula it is {truth:.1f} ms, and the limit is {limit}. Answers within "
+            f"{PERCENT} % are accepted. Now measure it.",
         )
-    reason = f"The limit is {limit}: only what that has to do for one step counts."
+    reason = f"The limit is {limit}: only the time that this needs for one step counts."
     if predicted_ms < floor:
-        reason = f"Without data a step takes {floor:.1f} ms: no feed makes it shorter."
+        reason = f"Without data a step takes {floor:.1f} ms: data hosts cannot make it shorter."
     elif abs(HEAVIER * predicted_ms / truth - 1) <= PERCENT / 100:
-        reason = f"That is for the usual work: it is {HEAVIER} times as much."
+        reason = f"That is for the usual work, but now there is {HEAVIER} times as much."
     return _not_yet(reason)
 
 
 def problem_with(victim: Any, expected: Any, cores: dict[str, int] | None) -> str:
-    """Lab 3: say what is missing before a job is started and broken; "" if nothing is."""
+    """Lab 3: say why the job cannot be started and broken yet; "" if it can."""
     if expected is None:
         return WAITING
     if cores is None:
-        return "On AWS nobody gets at the processes of a host: do this exercise on your machine."
+        return "On AWS nobody can reach a host's processes: do this exercise on your machine."
     if victim not in VICTIMS:
-        return f"Not yet. victim is {' or '.join(map(repr, VICTIMS))}, not {victim!r}."
+        return f"Not yet. victim must be {' or '.join(map(repr, VICTIMS))}, not {victim!r}."
     if expected not in ENDS:
-        return f"Not yet. expected is {' or '.join(map(repr, ENDS))}, not {expected!r}."
+        return f"Not yet. expected must be {' or '.join(map(repr, ENDS))}, not {expected!r}."
     return ""
 
 
 def kill(job_name: str, victim: str, group: str = "data_group", seconds: float = 300) -> datetime:
-    """Kill a process of a local job as a crash would, as soon as the training is under way.
+    """Kill a process of a local job, as a crash would, after the job's first step line.
 
     Args:
         job_name: The training job.
         victim: "launcher", the first process of a host, or "data server".
-        group: The instance group; it is killed on the first host of that.
+        group: The instance group; the process is killed on its first host.
         seconds: How long to wait for the first step line in the log.
 
     Returns:
         The time of the kill.
 
     Raises:
-        ValueError: the job trains no more, or not yet, or it has no such process on this machine.
+        ValueError: the job has ended, logs no step within `seconds`, or has no such process on this
+            machine.
     """
     log, deadline = GrowingLog(job_name), time.monotonic() + seconds
     while (status := describe(job_name)["TrainingJobStatus"]) == "InProgress":
@@ -165,8 +166,8 @@ def kill(job_name: str, victim: str, group: str = "data_group", seconds: float =
 def check_ending(expected: str, job_name: str, killed_at: datetime, undisturbed: str) -> Verdict:
     """Lab 3: did the job end as expected, and did the training miss a batch?
 
-    The same batches in the same order give the same loss: it is compared with that of a job with
-    the same hyperparameters, step line by step line.
+    The same batches in the same order give the same loss. So this compares the loss in each step
+    line with that of `undisturbed`, a job with the same hyperparameters.
     """
     job = describe(job_name)
     status = job["TrainingJobStatus"]
@@ -176,10 +177,10 @@ def check_ending(expected: str, job_name: str, killed_at: datetime, undisturbed:
     both = losses[0].index.intersection(losses[1].index)
     differ = int((losses[0][both] != losses[1][both]).sum())
     if differ or both.empty:
-        told.append(f"At {differ} of {len(both)} step lines its loss is not that of {undisturbed}.")
+        told.append(f"In {differ} of {len(both)} step lines its loss is not that of {undisturbed}.")
     else:
         told.append(
-            f"Up to step {both[-1]} no batch was lost: at all {len(both)} step lines the loss is "
+            f"Up to step {both[-1]} no batch was lost: in all {len(both)} step lines the loss is "
             f"that of {undisturbed}."
         )
     if status == "Failed":
@@ -201,16 +202,16 @@ def _not_yet(hint: str) -> Verdict:
 
 
 def _processes(job_name: str, host: str, victim: str) -> list[psutil.Process]:
-    """Find a host's processes, by their environment, in which /opt/ml has its name.
+    """Find a host's processes by the /opt/ml in their environment, oldest first.
 
-    The oldest is the first: of all of them the launcher, of the data server's (hetero/ tells each
-    where to serve) the one that has forked the others.
+    The host's oldest process is its launcher. The data server's processes have HETERO_SERVE_AT,
+    which hetero/ sets; the oldest of them has forked the others.
     """
     found = []
     for process in psutil.process_iter():
         try:
             environment, started = process.environ(), process.create_time()
-        except psutil.Error:  # ended meanwhile, or another user's
+        except psutil.Error:  # it has ended, or belongs to another user
             continue
         opt_ml = Path(environment.get("SAGEMAKER_BASE_DIR", ""))
         is_there = environment.get("TRAINING_JOB_NAME") == job_name and host in opt_ml.parts

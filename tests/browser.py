@@ -4,13 +4,13 @@
     .venv/bin/python -m pip install playwright==1.65.2
     .venv/bin/python tests/browser.py
 
-Runs a copy of the repository, checks that tables, figures and pictures are on the page, that no
-error is, and that no output is wider than its cell, and leaves pictures of each page in
-build/browser/, one of each width. On demand, not among `make test`: a browser is needed.
+It uses a copy of the repository. It checks that the tables, figures and pictures are on the page,
+that there is no error, and that no output is wider than its cell, and saves a screenshot of each
+page, for each window width, to build/browser/. `make test` does not run it: it needs a browser.
 
     .venv/bin/python tests/browser.py --saved
 
-runs nothing, and looks at the outputs that the notebooks have.
+runs no cells, and checks the outputs that are saved in the notebooks.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from pathlib import Path
 from helpers.pages import ROOT, copy_repository
 
 PICTURES = ROOT / "build" / "browser"
-# What must be on the page, at least: tables of pandas, figures of matplotlib.
+# How many pandas tables and matplotlib figures must be on the page, at least.
 NOTEBOOKS = {
     "hello.world.sagemaker/helloworld-example.ipynb": (0, 0),
     "pt.grpc.sagemaker/hetero-pytorch-mnist.ipynb": (6, 7),
@@ -43,7 +43,7 @@ TRACKER = "@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
 
 
 def forget_outputs(folder: Path) -> None:
-    """Remove what the notebooks of a copy have printed."""
+    """Remove the outputs of the notebooks in this copy."""
     for name in NOTEBOOKS:
         notebook = json.loads((folder / name).read_text())
         for cell in notebook["cells"]:
@@ -53,9 +53,9 @@ def forget_outputs(folder: Path) -> None:
 
 
 def start_lab(folder: Path, settings: Path) -> tuple[subprocess.Popen, str]:
-    """Start JupyterLab in `folder`; return its process and its address, {} in place of a path."""
+    """Start JupyterLab in `folder`; return its process and address, with {} for a path."""
     (settings / TRACKER).parent.mkdir(parents=True)
-    # All cells are part of the page, not only those in sight.
+    # Put all cells on the page, not only those in sight.
     (settings / TRACKER).write_text(json.dumps({"windowingMode": "none"}))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -81,7 +81,7 @@ def start_lab(folder: Path, settings: Path) -> tuple[subprocess.Popen, str]:
         except urllib.error.URLError:
             time.sleep(0.2)
     lab.kill()
-    sys.exit("JupyterLab has not started within a minute.")
+    sys.exit("JupyterLab did not start within a minute: `make lab` shows why.")
 
 
 def open_notebook(page, address: str) -> None:
@@ -132,10 +132,9 @@ def count(page) -> dict[str, int]:
 
 
 def too_wide(page) -> list[str]:
-    """The outputs that do not fit into their cells: their width, that of the cell, the first line.
+    """Return the outputs wider than their cells: their width, the cell's width, and a line of each.
 
-    Text is measured as it is before the page wraps it. What libraries warn of is prose, and may be
-    wrapped.
+    Text is measured before the page wraps it. Warnings of libraries are prose, and may be wrapped.
     """
     return page.evaluate(
         """() => [...document.querySelectorAll('.jp-OutputArea-output')]
@@ -170,20 +169,20 @@ def take_picture(page, width: int, path: Path) -> None:
 
 
 def main() -> None:
-    """Run the notebooks; fail if something is not on their pages, or is too wide."""
+    """Run the notebooks; fail if something is missing on their pages, or is too wide."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--saved", action="store_true", help="look at the outputs as saved")
+    parser.add_argument("--saved", action="store_true", help="check the saved outputs")
     saved = parser.parse_args().saved
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        sys.exit("No playwright: .venv/bin/python -m pip install playwright==1.65.2")
+        sys.exit("Install playwright: .venv/bin/python -m pip install playwright==1.65.2")
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if not chromium:
-        sys.exit("No chromium: install it (Debian, Ubuntu: apt install chromium).")
+        sys.exit("Install chromium (Debian, Ubuntu: apt install chromium).")
     PICTURES.mkdir(parents=True, exist_ok=True)
     failed = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and so end JupyterLab, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that JupyterLab ends, too
     with tempfile.TemporaryDirectory() as copy, tempfile.TemporaryDirectory() as settings:
         copy_repository(Path(copy))  # JupyterLab writes into the notebooks that it has open
         if not saved:
@@ -195,7 +194,7 @@ def main() -> None:
                     executable_path=chromium, args=["--no-sandbox"]
                 )
                 for notebook, (tables, figures) in NOTEBOOKS.items():
-                    page_name = Path(notebook).stem  # of a workspace with no other notebook in it
+                    page_name = Path(notebook).stem  # each notebook has its own workspace
                     page = browser.new_page(viewport={"width": WIDTHS[0], "height": 1000})
                     open_notebook(
                         page, address.format(f"lab/workspaces/{page_name}/tree/{notebook}")
@@ -219,10 +218,10 @@ def main() -> None:
                         failed.append(notebook)
                 browser.close()
         finally:
-            lab.send_signal(signal.SIGTERM)  # which ends its kernels, and so their jobs
+            lab.send_signal(signal.SIGTERM)  # ends its kernels, and so their jobs
             lab.wait(30)
     if failed:
-        sys.exit(f"Not as it should be: {failed}. See {PICTURES.relative_to(ROOT)}/")
+        sys.exit(f"Wrong outputs in {failed}: see above, and {PICTURES.relative_to(ROOT)}/")
 
 
 if __name__ == "__main__":

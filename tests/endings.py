@@ -1,9 +1,9 @@
-"""The endings of a job of the PyTorch example, with the example as it is: `make thorough`.
+"""Run all ways in which a job of the PyTorch example can end, with PyTorch: `make thorough`.
 
     python tests/endings.py 5 [NAME...]
 
-runs each ending of helpers/endings.py five times, or those named, and prints a table of the worst
-times. The names of those that were not as they should be are then in build/failed-endings.txt.
+runs each ending of helpers/endings.py, or those named, five times. It prints a table of the longest
+times, and writes the names of the endings that failed to build/failed-endings.txt.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ FAILED = Path(__file__).parent.parent / "build" / "failed-endings.txt"  # .ci/re
 
 
 def main() -> None:
-    """Run all endings, or those named, some times; print the worst time of each."""
+    """Run all endings, or those named, argv[1] times; print the longest time of each."""
     names = sys.argv[2:] or list(ENDINGS)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     broken: dict[str, AssertionError] = {}

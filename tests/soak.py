@@ -1,8 +1,8 @@
-"""Something happens to a job of the PyTorch example at a random moment: `make soak`.
+"""Stop jobs of the PyTorch example, or kill or freeze a process, at random moments: `make soak`.
 
     python tests/soak.py 0 50       seeds 0 to 49
 
-Whatever it is, the job ends within a bounded time, says why if it fails, and leaves nothing.
+Each job must end within a bounded time, say why if it fails, and leave nothing behind.
 """
 
 import random
@@ -21,20 +21,20 @@ from helpers import endings, running
 from helpers.jobs import Jobs
 from shared import local_sagemaker
 
-AT_ONCE = 4  # jobs that wait for the end of a host that hangs
-TIMEOUT = 60  # seconds that a rank waits for another one; starting takes half of it here
+AT_ONCE = 4  # jobs that run at the same time: one with a host that hangs takes minutes
+TIMEOUT = 60  # seconds that a rank waits for another; starting takes half of that here
 SOONER = {
     "parallel.py": ("timedelta(minutes=15)", f"timedelta(seconds={TIMEOUT})"),
     "launcher.py": endings.SILENT_SOONER,
 }
-# Seconds: started and noticed, killed, and this machine is busy.
+# Seconds to start and to notice the failure, until AWS kills a host, and a margin.
 LONGEST = TIMEOUT + 60 + endings.AWS_KILLS + 30
 ACTIONS = {
     "kill": psutil.Process.kill,
     "terminate": psutil.Process.terminate,
     "hang": psutil.Process.suspend,
 }
-# Of what else hangs, such as a data worker, nobody takes notice before MaxRuntimeInSeconds.
+# If another process hangs, such as a data worker, only MaxRuntimeInSeconds ends the job.
 MAY_HANG = ("launcher", "rank", "data server")
 
 
@@ -46,12 +46,12 @@ class Attempt:
     job: running.Running
     event_at: float  # seconds since 1970
     what: str
-    host: str  # to be named by the FailureReason, if it is clear which one that is
-    launched: bool  # whether there was a launcher to say why the job fails
+    host: str  # that the FailureReason must name; "" if it may name any
+    launched: bool  # whether a launcher was there to say why the job fails
 
 
 def begin(jobs: Jobs, seed: int) -> Attempt:
-    """Start a job and let something happen."""
+    """Start a job; after a random time, stop it, or kill, terminate or freeze a process."""
     chance = random.Random(seed)
     job = running.start(
         jobs,
@@ -59,7 +59,7 @@ def begin(jobs: Jobs, seed: int) -> Attempt:
         hyperparameters={"max-steps": 24, "processes-per-host": 2},
         max_runtime_seconds=900,
     )
-    assert job.environment  # remembered, for when it has ended
+    assert job.environment  # read while it runs, since it is needed afterwards
     seconds = chance.uniform(0, 20)
     time.sleep(seconds)
     leading = {
@@ -99,14 +99,14 @@ def finish(attempt: Attempt) -> str:
         named = rf"AlgorithmError: .*{attempt.host or 'algo-[0-9]'} \(\w+\)"
         trained = any("training finished" in line for line in attempt.job.log())
         if trained and attempt.what.startswith("kill launcher"):
-            named += "|AlgorithmError: , exit code: 137$"  # there may be nobody left to say more
+            named += "|AlgorithmError: , exit code: 137$"  # no launcher may be left to say more
         assert re.match(named, reason), f"{line}. {reason}"
     running.assert_nothing_left(attempt.job)
     return f"{line}. {reason}"
 
 
 def main() -> None:
-    """Run the seeds from argv[1] to argv[2]; fail if one breaks a promise."""
+    """Run the seeds from argv[1] up to, not including, argv[2]; fail if one breaks a promise."""
     broken = []
     seeds = range(int(sys.argv[1]), int(sys.argv[2]))
     with tempfile.TemporaryDirectory() as folder, local_sagemaker.start() as local:
@@ -123,7 +123,7 @@ def main() -> None:
                     print(f"BROKEN {broken[-1]}", flush=True)
     if broken:
         sys.exit("\n".join(broken))
-    print(f"{len(seeds)} seeds, all as promised")
+    print(f"{len(seeds)} seeds: all jobs ended as they should")
 
 
 if __name__ == "__main__":

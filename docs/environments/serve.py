@@ -15,19 +15,19 @@ PER_CORE = 8  # environments in each process, which steps them one after the oth
 STEP_SECONDS = 120  # the most that environments may take for a step
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_reconnect_backoff_ms", 1000)]
 OPTIONS += [("grpc.enable_http_proxy", 0)]  # hosts of one job talk directly
-LIFE = os.urandom(8)  # identifies this server: after a restart it has other environments
+LIFE = os.urandom(8)  # identifies this server: after a restart it has new environments
 pipes: list[multiprocessing.connection.Connection] = []  # one for each process
 
 
 def play(pipe: multiprocessing.connection.Connection, seed: int) -> None:
-    """Run environments in this process: for each message step them, and send their rows back.
+    """Run environments in this process: for each message, step them and send their rows back.
 
-    A message contains actions. If it is empty, the environments do not step.
+    A message contains the actions. If it is empty, the environments do not step.
     """
     envs = gymnasium.make_vec(ENVIRONMENT, PER_CORE, "sync", {"autoreset_mode": "SameStep"})
     space, (observation, _) = envs.action_space, envs.reset(seed=seed)
     reward, total, done = np.zeros((3, PER_CORE))
-    with suppress(EOFError):  # raised when the server has ended
+    with suppress(EOFError):  # raised when the server ends
         while True:
             if actions := pipe.recv_bytes():
                 actions = np.frombuffer(actions, np.int64).astype(space.dtype)
@@ -38,16 +38,16 @@ def play(pipe: multiprocessing.connection.Connection, seed: int) -> None:
 
 
 def step(request: bytes, context: grpc.ServicerContext) -> bytes:
-    """Step all environments, and return a row of float32 for each; without actions do not step.
+    """Step all environments, and return a row of float32 for each. Without actions, do not step.
 
-    The actions begin with the LIFE of the last reply, and the rows begin with LIFE too.
+    The request begins with the LIFE of the last reply, and each reply begins with LIFE.
     """
     token = dict(context.invocation_metadata()).get("token", "")
     if not hmac.compare_digest(token, os.environ["HETERO_TOKEN"]):
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, "another HETERO_TOKEN")
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing HETERO_TOKEN")
     life, actions = request[:8], request[8:]
     if actions and life != LIFE:
-        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this server has been started again")
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this server has been restarted")
     share = len(actions) // len(pipes)
     try:
         for number, pipe in enumerate(pipes):
@@ -55,7 +55,7 @@ def step(request: bytes, context: grpc.ServicerContext) -> bytes:
         if not all(multiprocessing.connection.wait([pipe], STEP_SECONDS) for pipe in pipes):
             raise EOFError
         return LIFE + b"".join(pipe.recv_bytes() for pipe in pipes)
-    except (EOFError, OSError):  # an environment failed or hangs: hetero restarts this server
+    except (EOFError, OSError):  # an environment fails or hangs: hetero restarts this server
         os._exit(1)
 
 

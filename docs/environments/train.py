@@ -1,4 +1,4 @@
-"""PPO, much like Spinning Up's, on environments that all hosts step at the same time."""
+"""PPO, similar to Spinning Up's, on environments that all hosts step at the same time."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from torch.nn import Linear, Sequential, Tanh
 
 from serve import ENVIRONMENT, OPTIONS
 
-SECONDS = 60  # a host that does not answer for so long is lost
+SECONDS = 60  # a host that does not answer for this long is lost
 UPDATES, STEPS, PASSES = 80, 32, 20
 GAMMA, LAMBDA, CLIP, LEARNING_RATE = 0.99, 0.95, 0.2, 2e-3
 
@@ -27,7 +27,7 @@ class Host:
         self.ask(b"")
 
     def ask(self, actions: bytes) -> None:
-        """Step the environments; without actions get their rows, as soon as the host is there."""
+        """Step the environments. Without actions, get their rows as soon as the host answers."""
         token = [("token", os.environ["HETERO_TOKEN"])]
         request = self.life + actions if actions else b""
         self.reply = self.step.future(request, SECONDS, token, wait_for_ready=not actions)
@@ -47,13 +47,13 @@ class Host:
 
 addresses = os.environ.get("HETERO_DATA_HOSTS")
 if not addresses or os.environ.get("WORLD_SIZE", "1") != "1":
-    sys.exit("train.py: error: it needs a data_group, and one rank (one training host, --ranks 1).")
+    sys.exit("train.py: error: use a data_group and a single rank (one training host, --ranks 1).")
 environment = gymnasium.make(ENVIRONMENT)  # only to read its spaces
 observations, actions = environment.observation_space, environment.action_space
 spaces = gymnasium.spaces
 if not isinstance(observations, spaces.Box) or not isinstance(actions, spaces.Discrete):
     sys.exit(
-        "train.py: error: its policy is for a Box and Discrete actions, not "
+        "train.py: error: the policy needs Box observations and Discrete actions, not "
         f"{observations}, {actions}."
     )
 
@@ -114,5 +114,5 @@ for update in range(1, UPDATES + 1):
         told = f"environments={len(rows)} env_steps_per_s={1000 * STEPS * len(rows) / ms:.0f}"
         told += f" step_time_ms={ms:.1f} data_wait_ms={1000 * waited:.1f}"
         print(f"step={update} return={np.mean(returns[-50:]):.1f} {told}", flush=True)
-print(f"mean return: {np.mean(returns[:50]):.1f} at first, {np.mean(returns[-50:]):.1f} at last")
+print(f"mean return: {np.mean(returns[:50]):.1f} initially, {np.mean(returns[-50:]):.1f} finally")
 torch.save(policy.state_dict(), os.path.join(os.environ.get("SM_MODEL_DIR", "."), "policy.pt"))

@@ -1,14 +1,15 @@
-"""Checks on all hosts of a job what a later job depends on, and prints one table. A file to copy.
+"""Checks, on all hosts of a job, what a later job needs, and prints one table. A file to copy.
 
     SourceCode(source_dir="code", command="exec python preflight.py")
 
-Run it on the later job's image and instances, with HETERO_TOKEN, a random text, in the job's
-environment. It needs Python only; what it says of GPUs comes from the image's PyTorch or
-TensorFlow, and the all-reduce needs PyTorch.
+Run it with the later job's image and instances, and set HETERO_TOKEN in the job's environment to a
+random string. It needs only Python. It checks the GPUs with the image's PyTorch or TensorFlow; the
+all-reduce needs PyTorch.
 
-All hosts go through the same checks together, and tell each other what they find. The first host of
-the training group prints it. Each line below the table says what failed and what to change; the
-first one is the job's FailureReason, and every host exits with status 1. Every wait has an end.
+All hosts run the same checks at the same time, and exchange their results. The first host of the
+training group prints them. Each line below the table says what failed and what to change. If
+anything failed, the first of these lines is the job's FailureReason, and every host exits with
+status 1. Every wait has a time limit.
 """
 
 import contextlib
@@ -36,32 +37,32 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-TRAINING_GROUP = "dnn_group"  # in a job of several groups; else the only one
-SHM_MIB = 64  # a container's default, with which the examples make do
-JOIN_SECONDS = 600  # hosts load the image and their data, and not equally fast
-RESOLVE_SECONDS, REACH_SECONDS, ANSWER_SECONDS = 120, 10, 5  # names; ports; a line from there
-RUN_SECONDS, CHECK_SECONDS = 120, 240  # a process that imports the framework; a whole check
-STREAM_SECONDS = 1
-LIMIT_SECONDS, STOP_SECONDS = 1100, 60  # of all; after SIGTERM, which SIGKILL follows in 120 s
-LONGEST = 1 << 20  # bytes that one host tells another
-RESULT = "preflight found: "  # begins a process's result, among the lines that libraries print
-COMPATIBILITY = Path("/usr/local/cuda/compat")  # CUDA's libraries for older drivers
+TRAINING_GROUP = "dnn_group"  # ignored if the job has only one group
+SHM_MIB = 64  # a container's default, which is enough for the examples
+JOIN_SECONDS = 600  # hosts take different times to load the image and their data
+RESOLVE_SECONDS, REACH_SECONDS, ANSWER_SECONDS = 120, 10, 5  # for a name; a port; an answer
+RUN_SECONDS, CHECK_SECONDS = 120, 240  # for a process that imports the framework; a whole check
+STREAM_SECONDS = 1  # how long a data host sends bytes to measure the speed
+LIMIT_SECONDS, STOP_SECONDS = 1100, 60  # for everything; after SIGTERM (SIGKILL follows at 120 s)
+LONGEST = 1 << 20  # the most bytes of one request
+RESULT = "preflight found: "  # marks a process's result among the lines that libraries print
+COMPATIBILITY = Path("/usr/local/cuda/compat")  # CUDA libraries that work with older drivers
 BASE_DIR = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
-FAREWELL = f"host={os.environ.get('SM_CURRENT_HOST', '?')} ends"  # says that the log is complete
+FAREWELL = f"host={os.environ.get('SM_CURRENT_HOST', '?')} ends"  # shows that the log is complete
 SECURITY_GROUP = "the job's security group must allow all traffic from itself"
-stopped = threading.Event()  # by SIGTERM: another host has failed, or the job is being stopped
+stopped = threading.Event()  # set by SIGTERM: another host has failed, or the job is being stopped
 
 
 class Cluster:
-    """What resourceconfig.json says of the hosts, which are named algo-1, algo-2, ..."""
+    """The job's hosts (algo-1, algo-2, ...), from resourceconfig.json."""
 
     def __init__(self):
         config = json.loads((BASE_DIR / "input" / "config" / "resourceconfig.json").read_text())
-        # The only trace of runs on one machine: loopback addresses, and ports for the job.
+        # Set only when all hosts share a machine: their loopback addresses, and the base port.
         local = json.loads(os.environ.get("LOCAL_SAGEMAKER", "{}"))
         self.addresses: dict[str, str] = local.get("addresses", {})
         base_port = local.get("base_port", 7710)  # as in hetero/topology.py
-        # The launchers' leader; rank 0's store or Horovod's rendezvous; the data hosts.
+        # Of the leader; of rank 0's store or Horovod's rendezvous; of the data servers.
         self.ports = [base_port, base_port + 1, base_port + 2]
         self.here, self.interface = config["current_host"], config["network_interface_name"]
         self.instance_type = config["current_instance_type"]
@@ -77,7 +78,7 @@ class Cluster:
         self.leader = self.training[0]
 
     def address(self, host: str) -> str:
-        """Where `host` can be reached: on AWS its name resolves."""
+        """The address at which `host` can be reached; on AWS, its name."""
         return self.addresses.get(host, host)
 
     def where(self, host: str) -> str:
@@ -86,18 +87,18 @@ class Cluster:
 
 
 def fail(sentence: str) -> None:
-    """End this host, and with it the job, with `sentence` as the FailureReason."""
+    """Exit with status 1, which fails the job, with `sentence` as the FailureReason."""
     (BASE_DIR / "output").mkdir(parents=True, exist_ok=True)
-    (BASE_DIR / "output" / "failure").write_text(sentence[:1024])  # SageMaker shows no more
+    (BASE_DIR / "output" / "failure").write_text(sentence[:1024])  # SageMaker shows at most this
     print(f"preflight: {sentence}\n{FAREWELL}", flush=True)
-    os._exit(1)  # at once, whatever other threads wait for
+    os._exit(1)  # without waiting for other threads
 
 
-# -------------------------------------------------------------------- what a host finds by itself
+# ------------------------------------------------------------------------- checks of a single host
 
 
 def examine(cluster: Cluster, ports: list[int]) -> dict:
-    """This host's part of the table, what failed here, and what other checks need to know."""
+    """Check this host; return its rows of the table, its failures, and what later checks need."""
     ended_well, output = run([sys.executable, __file__, "framework"])
     seen = json.loads(output) if ended_well else {"name": "does not load", "gpus": 0, "cuda": None}
     names, driver = list_gpus()
@@ -108,20 +109,20 @@ def examine(cluster: Cluster, ports: list[int]) -> dict:
     try:
         hostname = f"{socket.gethostname()}: {socket.gethostbyname(socket.gethostname())}"
     except OSError:
-        hostname = f"{socket.gethostname()}, unresolved"  # not a failure: the examples do without
+        hostname = f"{socket.gethostname()}, unresolved"  # not a failure: nothing needs it
 
     cuda = f"CUDA {seen['cuda']}" if seen["cuda"] else "no CUDA"
-    change = "take an image for GPUs"
+    change = "use an image for GPUs"
     if seen["cuda"]:
-        change = "take an image with an older CUDA, which this driver supports"
+        change = "use an image with an older CUDA, which this driver supports"
         if COMPATIBILITY.is_dir():  # as in AWS's images
             libraries = f"env LD_LIBRARY_PATH={COMPATIBILITY}:$LD_LIBRARY_PATH"
             change = f"put {libraries} before python in the job's command, or {change}"
     problems = {
-        f"the framework does not load ({output}): take another image": not ended_well,
+        f"the framework does not load ({output}): use another image": not ended_well,
         f"{told} GPU(s), driver {driver or 'unknown'}, but {seen['name']} ({cuda}) sees "
         f"{seen['gpus']}: {change}": (ended_well and seen["name"] and told > seen["gpus"]),
-        f"{kind} has GPUs, but nvidia-smi lists none: take an image for GPUs": (
+        f"{kind} has GPUs, but nvidia-smi lists none: use an image for GPUs": (
             not told and re.match(r"ml\.[gp]\d", kind) and not cluster.addresses
         ),
         f"/dev/shm has {mib} MiB, and the examples need {SHM_MIB}: start fewer worker processes "
@@ -132,7 +133,7 @@ def examine(cluster: Cluster, ports: list[int]) -> dict:
         ),
     }
     for port in cluster.ports:
-        sentence = f"another program listens on port {port}: take an image that starts none"
+        sentence = f"another program listens on port {port}: use an image that does not start it"
         problems[f"{sentence}, or change BASE_PORT in hetero/topology.py"] = port not in ports
     rows = {
         "instance type": kind,
@@ -150,7 +151,7 @@ def examine(cluster: Cluster, ports: list[int]) -> dict:
 
 
 def list_gpus() -> tuple[list[str], str]:
-    """The names of the GPUs that nvidia-smi lists, and the version of their driver."""
+    """Return the names of the GPUs that nvidia-smi lists, and the version of their driver."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=RUN_SECONDS)
@@ -162,7 +163,7 @@ def list_gpus() -> tuple[list[str], str]:
 
 
 def describe_framework() -> dict:
-    """Name, CUDA and visible GPUs of PyTorch, or else of TensorFlow."""
+    """Return the name, CUDA version and number of GPUs of PyTorch, or else of TensorFlow."""
     if importlib.util.find_spec("torch"):
         import torch
 
@@ -178,14 +179,14 @@ def describe_framework() -> dict:
 
 
 def run(command: list[str], **environment: str) -> tuple[bool, str]:
-    """Run a command; whether it ended well, and the result or the error that it printed."""
-    with tempfile.TemporaryFile("w+") as file:  # a pipe might be held open by what it has started
+    """Run a command; return whether it succeeded, and the result or error that it printed."""
+    with tempfile.TemporaryFile("w+") as file:  # its children might hold a pipe open
         streams = {"stdout": file, "stderr": subprocess.STDOUT, "timeout": RUN_SECONDS}
         try:
             status = subprocess.run(command, env=os.environ | environment, **streams).returncode
         except subprocess.TimeoutExpired:
             status = 1
-            print(f"Error: no end within {RUN_SECONDS} s", file=file)
+            print(f"Error: still running after {RUN_SECONDS} s", file=file)
         file.seek(0)
         lines = [line.strip() for line in file if line.strip()] or ["no output"]
     results = [line for line in lines if line.startswith(RESULT)]
@@ -195,21 +196,21 @@ def run(command: list[str], **environment: str) -> tuple[bool, str]:
     return False, ([line for line in lines if "Error: " in line] or lines)[-1][:300].rstrip(".")
 
 
-# ------------------------------------------------------------------------ hosts talk to each other
+# --------------------------------------------------------------------- communication between hosts
 
 
 def sign(*words: str) -> str:
-    """Prove that the job's token is known to whom these words are from."""
+    """Return a signature of these words, which only hosts that know the job's token can make."""
     token = os.environ.get("HETERO_TOKEN", "").encode()
     return hmac.new(token, json.dumps(words).encode(), "sha256").hexdigest()
 
 
 class Answer(BaseHTTPRequestHandler):
-    """Answers the job's hosts, over HTTP, and no strangers, who do not know the token."""
+    """Answers HTTP requests that are signed with the job's token, and refuses all others."""
 
     timeout = ANSWER_SECONDS
     team: "Team"
-    refused: set[str] = set()  # addresses
+    refused: set[str] = set()  # addresses that have been logged
 
     def do_POST(self) -> None:
         team, here = self.team, self.team.cluster.here
@@ -235,27 +236,27 @@ class Answer(BaseHTTPRequestHandler):
         address = self.client_address[0]
         if address not in self.refused:
             self.refused.add(address)
-            print(f"preflight: {address} connected, but is not of this job", flush=True)
+            print(f"preflight: {address} connected, but is not a host of this job", flush=True)
 
     def log_request(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """Listens at a port."""
+    """Listens on a port."""
 
     allow_reuse_address, request_queue_size, daemon_threads = True, 128, True
 
     def handle_error(self, *_: object) -> None:
-        """Say nothing of who hangs up: what is missing is said elsewhere."""
+        """Do not log lost connections: the checks report what they miss."""
 
 
 def ask(
     cluster: Cluster, host: str, port: int, what: str, seconds: float, *given: object
 ) -> HTTPResponse:
-    """Return what a host answers at a port, if it does so within so many seconds.
+    """Send a request to a port of a host, and return its answer; retry for up to `seconds`.
 
-    Raises ConnectionError, which says why it does not, and what to change.
+    Raises ConnectionError, which says why there is no answer and what to change.
     """
     start, nonce = time.monotonic(), secrets.token_hex(16)
     body = json.dumps([nonce, what, cluster.here, *(given or (0, {}))])
@@ -264,13 +265,13 @@ def ask(
         connection = HTTPConnection(cluster.address(host), port, timeout=ANSWER_SECONDS)
         try:
             connection.connect()
-            change, sock = "only this job's hosts may listen there", connection.sock
+            change, sock = "let only this job's hosts listen there", connection.sock
             connection.request("POST", "/", body, {"Proof": sign("ask", host, body)})
             answer = connection.getresponse()
             if answer.getheader("Proof") == sign("answer", host, nonce):
                 sock.settimeout(LIMIT_SECONDS if given else ANSWER_SECONDS)
                 return answer
-            error = "another program answers, or one with another HETERO_TOKEN"
+            error = "another program answers, or a host with another HETERO_TOKEN"
         except socket.gaierror:
             error = f"its name does not resolve within {RESOLVE_SECONDS} s"
             limit, change = RESOLVE_SECONDS, "enable DNS resolution and hostnames in the VPC"
@@ -283,29 +284,29 @@ def ask(
 
 
 class Team:
-    """The hosts that are there. They exchange what they find, through the leader."""
+    """The hosts that take part. They exchange their results through the leader."""
 
     def __init__(self, cluster: Cluster):
         self.cluster, self.hosts = cluster, {*cluster.groups}
-        self.given: dict[int, dict[str, dict]] = defaultdict(dict)  # exchange -> host -> its part
+        self.given: dict[int, dict[str, dict]] = defaultdict(dict)  # exchange -> host -> result
         self.answered: dict[int, set[str]] = defaultdict(set)  # exchange -> hosts
-        self.exchanged: list[dict[str, dict]] = []  # the whole of each exchange
-        self.open: dict[int, Server] = {}  # the examples' ports, and one that the system gives
+        self.exchanged: list[dict[str, dict]] = []  # for each exchange: host -> result
+        self.open: dict[int, Server] = {}  # the examples' ports, and one that the system chooses
         for port in (*cluster.ports, 0):
-            with contextlib.suppress(OSError):  # `examine` says that it is taken
+            with contextlib.suppress(OSError):  # the port is in use: `examine` reports it
                 address = cluster.addresses.get(cluster.here, "0.0.0.0"), port
                 server = Server(address, type("", (Answer,), {"team": self}))
                 self.open[server.server_address[1]] = server
                 threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
 
     def close(self, port: int) -> None:
-        """Leave a port to others."""
+        """Stop listening on a port, so that another process can."""
         if server := self.open.get(port):
             server.shutdown()
             server.server_close()
 
     def wait(self, hosts: Collection[str], seconds: float) -> None:
-        """Wait until all hosts are among these; not for long when the job ends."""
+        """Wait until `hosts` has all hosts but the leader; for at most 1 s once the job ends."""
         start = time.monotonic()
         while self.hosts - {self.cluster.leader} - {*hosts}:
             if time.monotonic() > start + (1 if stopped.is_set() else seconds):
@@ -313,7 +314,7 @@ class Team:
             time.sleep(0.02)
 
     def exchange(self, mine: dict, seconds: float = CHECK_SECONDS) -> dict[str, dict]:
-        """What each host gives here, by host; a host that gives nothing in time is left out."""
+        """Return all hosts' results, by host; hosts that report none in time are left out."""
         cluster, number = self.cluster, len(self.exchanged)
         given = self.given[number]
         if cluster.here == cluster.leader:
@@ -322,7 +323,7 @@ class Team:
             self.hosts &= given.keys()
             whole = {host: given[host] for host in cluster.groups if host in self.hosts}
             self.exchanged.append(whole)
-            self.wait(self.answered[number], ANSWER_SECONDS)  # as this process may end now
+            self.wait(self.answered[number], ANSWER_SECONDS)  # this process may end after this
         else:
             here, leader = cluster.where(cluster.here), cluster.where(cluster.leader)
             try:
@@ -331,16 +332,16 @@ class Team:
                     self.exchanged.append(json.loads(answer.read()))
             except (OSError, HTTPException) as error:
                 fail(f"On {here}: {leader} cannot be reached, {error}.")
-            except ValueError:  # of an answer without its end
+            except ValueError:  # the answer was cut off
                 fail(f"On {here}: {leader} was lost: see its log.")
         return self.exchanged[number]
 
 
-# ------------------------------------------------------------------- what takes more than one host
+# ------------------------------------------------------------------------- checks of several hosts
 
 
 def reach(cluster: Cluster, opened: dict[str, list[int]]) -> dict:
-    """Whether this host reaches all ports that the others have opened."""
+    """Check whether this host reaches all ports that the others have opened."""
     targets = [(host, port) for host in opened if host != cluster.here for port in opened[host]]
 
     def try_one(target: tuple[str, int]) -> str:
@@ -358,7 +359,7 @@ def reach(cluster: Cluster, opened: dict[str, list[int]]) -> dict:
 
 
 def pull(cluster: Cluster, source: str, port: int) -> dict:
-    """GB/s that come from `source` through one connection, as the examples' loader has."""
+    """Measure how many GB/s come from `source` over one connection, like the examples' loader."""
     label, buffer, count, start = f"data from {source}", bytearray(1 << 20), 0, time.monotonic()
     try:
         with ask(cluster, source, port, "bytes", REACH_SECONDS) as answer:
@@ -371,7 +372,7 @@ def pull(cluster: Cluster, source: str, port: int) -> dict:
 
 
 def all_reduce(cluster: Cluster, facts: dict[str, dict]) -> dict:
-    """Sum a tensor over all training hosts, with a process for each GPU."""
+    """Check and time an all-reduce over all training hosts, with a process for each GPU."""
     frameworks = [facts[host]["framework"] for host in cluster.training if host in facts]
     hosts = len(cluster.training)
     if cluster.here not in cluster.training or len(frameworks) < hosts:
@@ -394,27 +395,27 @@ def all_reduce(cluster: Cluster, facts: dict[str, dict]) -> dict:
         ended_well, output = min(pool.map(rank, range(each)))  # False is less than True
     if ended_well:
         return {"rows": {"all-reduce": output}}
-    change = SECURITY_GROUP if hosts > 1 else "take another image"
+    change = SECURITY_GROUP if hosts > 1 else "use another image"
     sentence = f"the all-reduce ({backend}) failed, {output}: {change}"
     return {"rows": {"all-reduce": "FAILED"}, "failed": [sentence]}
 
 
 def run_rank(backend: str) -> None:
-    """One of the all-reduce's processes: print how fast it was."""
+    """Run one rank of the all-reduce, and print the speed."""
     import torch
     import torch.distributed as dist
 
     device = f"cuda:{os.environ['LOCAL_RANK']}" if backend == "nccl" else "cpu"
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
     ranks, tensor, seconds = dist.get_world_size(), torch.ones(4 << 20, device=device), []
-    for _ in range(4):  # the first one sets up what the others use
+    for _ in range(4):  # the first one also sets up the connections
         tensor.fill_(1)
         start = time.monotonic()
         dist.all_reduce(tensor)
         tensor[0].item()  # waits for the GPU
         seconds.append(time.monotonic() - start)
         if not (tensor == ranks).all():
-            raise ArithmeticError(f"{ranks} ones make {tensor.min()} to {tensor.max()}")
+            raise ArithmeticError(f"{ranks} ones add up to {tensor.min()} to {tensor.max()}")
     speed = f"{tensor.nbytes / min(seconds) / 1e9:.2f} GB/s"
     print(RESULT + backend + (f", {ranks} ranks, {speed}" if ranks > 1 else ", alone: works"))
     dist.destroy_process_group()
@@ -424,7 +425,7 @@ def run_rank(backend: str) -> None:
 
 
 def print_table(cluster: Cluster, rows: dict[str, dict[str, str]], width: int = 26) -> None:
-    """A column for each host, by group, three columns at a time; `rows`: label -> host -> cell."""
+    """Print a column for each host, three at a time; `rows`: label -> host -> cell."""
     hosts = list(cluster.groups)
     rows = {"": cluster.groups, "host": dict(zip(hosts, hosts, strict=True)), **rows}
     for some in (hosts[n : n + 3] for n in range(0, len(hosts), 3)):
@@ -443,8 +444,8 @@ def main() -> None:
     cluster = Cluster()
     if len(cluster.groups) > 1 and not os.environ.get("HETERO_TOKEN"):
         fail(
-            "The job has no token: put HETERO_TOKEN, a random text such as secrets.token_hex(16), "
-            "into the job's environment."
+            "The job has no token: set HETERO_TOKEN in the job's environment to a random string, "
+            "such as secrets.token_hex(16)."
         )
     print(f"host={cluster.here} group={cluster.groups[cluster.here]}", flush=True)
 
@@ -455,7 +456,7 @@ def main() -> None:
     team.close(cluster.ports[1])  # for the all-reduce
     for source in [host for host in reached if host not in cluster.training]:
         for host in cluster.training:
-            # From the port that the system gave, as tf.data.service's batches come from such ones.
+            # Use the port that the system chose, because tf.data.service sends from such ports.
             is_here = cluster.here == host
             team.exchange(pull(cluster, source, opened[source][-1]) if is_here else {})
     last = team.exchange(all_reduce(cluster, facts))

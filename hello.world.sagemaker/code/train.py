@@ -1,7 +1,7 @@
 """Print what this host knows about its heterogeneous cluster, read in two ways that must agree.
 
-SageMaker starts this script on every host of every instance group. The first way is the toolkit in
-AWS's framework containers, `sagemaker_training`. The second reads the same facts from
+SageMaker starts this script on every host of every instance group. The first way is the
+`sagemaker_training` toolkit in AWS's framework containers. The second reads the same facts from
 /opt/ml/input/config/resourceconfig.json. It needs only Python, so it works in any container.
 """
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 try:
     from sagemaker_training import environment as toolkit
-except ImportError:  # your own image may not have it
+except ImportError:  # an image of your own may not have it
     toolkit = None
 
-DISTRIBUTED = (  # what SDK v2 can set up, as its hyperparameters name it
+DISTRIBUTED = (  # the kinds of distributed training that SDK v2's hyperparameters can enable
     "mpi",
     "parameter_server",
     "distributed_dataparallel",
@@ -116,7 +116,7 @@ def main() -> None:
                 print(f"group {member['instance_group_name']}: {count} x {kind}")
         elif name not in ("num_cpus", "topology"):
             print(f"{name}: {value}")
-    print(f"host={host} ends")  # shows a reader that the log is complete
+    print(f"host={host} ends")  # shows that the log is complete
 
 
 if __name__ == "__main__":

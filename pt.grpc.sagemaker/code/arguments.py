@@ -21,7 +21,7 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def parser(fail: Callable[[str], None]) -> argparse.ArgumentParser:
-    """Return the hyperparameters' parser. For a wrong value it calls `fail` with a sentence."""
+    """Return the hyperparameters' parser, which calls `fail` with a message for a wrong value."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.error = fail
     add = parser.add_argument
@@ -32,7 +32,7 @@ def parser(fail: Callable[[str], None]) -> argparse.ArgumentParser:
     add("--augment", type=whole(0), default=0, help="fineness of the augmentation; 0: none")
     add("--batch-size", type=whole(1), default=128, help="samples per rank and step")
     add("--epochs", type=whole(1), default=1)
-    add("--max-steps", type=whole(0), default=0, help="stop after this many; 0: no limit")
+    add("--max-steps", type=whole(0), default=0, help="stop after this many steps; 0: no limit")
     add("--lr", type=float, default=0.001, help="learning rate of Adam")
     add("--seed", type=whole(0, 2**32 - 1), default=0)
     add("--workers", type=whole(0), default=0, help="DataLoader workers per rank; 0: automatic")

@@ -1,4 +1,4 @@
-"""MNIST-format images, with an augmentation that is worth a machine of its own.
+"""MNIST-format images, with an augmentation that is expensive enough for separate CPU hosts.
 
 The files have the format of http://yann.lecun.com/exdb/mnist/, which Fashion-MNIST and others use
 too: a big-endian header (magic number, one 32-bit size per dimension), then a byte per value.
@@ -24,7 +24,7 @@ ELASTIC_RMS = 0.5  # its mean displacement along each axis, in pixels
 
 
 class MnistDataset(Dataset):
-    """Pairs of (image, label): a float32 tensor (1, 28, 28), normalised, and an int from 0 to 9.
+    """Pairs of (image, label): a float32 tensor (1, 28, 28), normalized, and an int from 0 to 9.
 
     If `augment` is 0, the images stay as they are. Otherwise it is the supersampling factor of the
     augmentation, which is computed on a grid of (28 * augment)² points: CPU time grows with its
@@ -62,10 +62,10 @@ class MnistDataset(Dataset):
 
 
 def distort(image: torch.Tensor, factor: int, smoothing: torch.Tensor) -> torch.Tensor:
-    """Return a random variation of `image` (1, 28, 28), as if by another hand, pen and lens.
+    """Return a randomly transformed, distorted and blurred copy of `image` (1, 28, 28).
 
-    It resamples the image on a grid `factor` times finer, through a random affine map and a random
-    smooth displacement (`smoothing`: gaussian_rows of the finer grid), and blurs it back to 28x28.
+    Resamples the image on a grid `factor` times finer, with a random affine map and a random smooth
+    displacement, then blurs it down to 28x28. `smoothing` is gaussian_rows of the finer grid.
     """
     side = SIDE * factor
     angle, shear, x_scale, y_scale, x_shift, y_shift, blur = (2 * torch.rand(7) - 1).tolist()
@@ -91,10 +91,10 @@ def distort(image: torch.Tensor, factor: int, smoothing: torch.Tensor) -> torch.
 
 
 def gaussian_rows(outputs: int, inputs: int, sigma: float) -> torch.Tensor:
-    """Return the matrix (outputs, inputs) whose product with an axis blurs and resamples it.
+    """Return a matrix (outputs, inputs) that blurs and resamples an axis when multiplied with it.
 
-    Row i is a Gaussian of width `sigma` (in input pixels) around the place of output pixel i, and
-    sums to 1. A blur as wide as ours is cheaper as a matrix product than as a convolution.
+    Row i is a Gaussian with standard deviation `sigma` (in input pixels), centered at output pixel
+    i, and sums to 1. For a blur this wide, a matrix product is cheaper than a convolution.
     """
     centres = (torch.arange(outputs) + 0.5) * inputs / outputs
     positions = torch.arange(inputs) + 0.5
@@ -102,9 +102,9 @@ def gaussian_rows(outputs: int, inputs: int, sigma: float) -> torch.Tensor:
 
 
 def read_idx(folder: Path, name: str, dimensions: int) -> torch.Tensor:
-    """Read the uint8 tensor in the IDX file `name`, or `name`.gz, of `folder`.
+    """Read the uint8 tensor from the IDX file `name` or `name`.gz in `folder`.
 
-    Raises FileNotFoundError if there is neither, and ValueError if the file is damaged.
+    Raises FileNotFoundError if neither exists, and ValueError if the file is damaged.
     """
     plain, packed = folder / name, folder / f"{name}.gz"
     path = plain if plain.is_file() else packed
@@ -126,7 +126,7 @@ def read_idx(folder: Path, name: str, dimensions: int) -> torch.Tensor:
 
 
 class SyntheticLoader:
-    """Yields one random batch `length` times: a loader that costs nothing, to measure against."""
+    """Yields one random batch `length` times, to measure training without the cost of loading."""
 
     def __init__(self, batch_size: int, length: int, pin_memory: bool = False):
         images = torch.randn(batch_size, 1, SIDE, SIDE)
@@ -142,15 +142,15 @@ class SyntheticLoader:
 
 
 def milliseconds_per_sample(dataset: Dataset, samples: int = 128) -> float:
-    """Measure the milliseconds of CPU time on one core for a sample, collated into a batch.
+    """Measure the CPU time per sample, in milliseconds on one core, with collation into a batch.
 
-    CPU time excludes what other processes do on the core. The process keeps the state of its random
-    numbers and its number of threads.
+    CPU time excludes what other processes do on the core. Restores torch's random state and its
+    number of threads afterwards.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
-        for size in (8, samples):  # the first batch warms up
+        for size in (8, samples):  # the first batch is a warm-up
             start = time.thread_time()
             default_collate([dataset[i % len(dataset)] for i in range(size)])
             seconds = time.thread_time() - start

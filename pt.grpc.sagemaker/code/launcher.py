@@ -14,7 +14,7 @@ import sys
 import arguments
 import hetero
 
-# SDK v2 also passes them as arguments, but it splits values at spaces.
+# SDK v2 also passes the hyperparameters as arguments, but it splits values at spaces.
 words = hetero.hyperparameters() or sys.argv[1:]
 args = arguments.parser(fail=hetero.fail).parse_args(words)
 checkpoints = ["--checkpoint-dir", str(hetero.BASE_DIR / "checkpoints")]

@@ -1,4 +1,4 @@
-"""Two classifiers of 28x28 images: the one that everybody knows, and one for CPUs."""
+"""Two classifiers for 28x28 images: that of PyTorch's MNIST example, and a smaller one for CPUs."""
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +30,10 @@ class MnistNet(nn.Module):
 
 
 class SmallNet(nn.Module):
-    """The same idea with earlier pooling: on a CPU a step takes half as long as with MnistNet.
+    """A similar model that pools earlier: on a CPU a step takes half as long as with MnistNet.
 
-    With these widths a core takes about as long to train on a sample as another core takes to
-    prepare it with `--augment 4`. So two machines can share the work well, even if both are small.
+    With these widths, a core takes about as long to train on a sample as another core takes to
+    prepare it with `--augment 4`. So two small machines can share the work evenly.
     """
 
     def __init__(self):
@@ -53,7 +53,7 @@ MODELS = {"mnist": MnistNet, "small": SmallNet}
 
 
 def build(name: str) -> nn.Module:
-    """Return a new model of that name. Raises ValueError if there is none."""
+    """Return a new model with that name. Raises ValueError if there is no such model."""
     if name not in MODELS:
         raise ValueError(f"There is no model {name!r}: choose one of {', '.join(MODELS)}.")
     return MODELS[name]()

@@ -1,13 +1,13 @@
-"""How the ranks of a training share the model.
+"""How the ranks share the model.
 
     control = join_ranks(device, "fsdp")
     model = share_model(model, "fsdp", device)
 
-With "ddp" every rank has the whole model, and each step all-reduces the gradients. With "fsdp"
-every rank keeps its part of each parameter, of its gradient and of the optimizer's state. It
-gathers a whole layer only while it computes it. Both train the same model, and each can continue
-from the other's checkpoint, which has the whole state. A single process does not join any ranks,
-but it calls the other functions all the same.
+With "ddp", every rank holds the whole model, and each step all-reduces the gradients. With "fsdp",
+every rank holds its shard of each parameter, of its gradient and of the optimizer's state, and
+gathers a whole layer only while it computes that layer. Both train the same model, and each can
+resume from the other's checkpoint, which holds the whole state. A single process does not call
+`join_ranks`, but calls the other functions all the same.
 """
 
 import sys
@@ -31,8 +31,8 @@ try:
 except ImportError:
     fully_shard = None  # an older PyTorch
 
-# After this time the other ranks give up on a rank that hangs. A checkpoint takes less time, and so
-# does the loader, which gives up on a batch after two attempts of 300 s.
+# How long ranks wait for a rank that hangs. A checkpoint takes less time. A data host gives up on
+# samples about as late: after three attempts of 300 s.
 TIMEOUT = timedelta(minutes=15)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0; {} on the others
 
@@ -40,7 +40,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0; {
 def join_ranks(device: torch.device, parallelism: str) -> dist.ProcessGroup:
     """Connect the ranks for training.
 
-    Returns a second group, with gloo, for the short messages that ranks exchange on CPUs.
+    Returns a second group, which uses gloo, for short messages between the ranks' CPUs.
     """
     if parallelism == "fsdp" and fully_shard is None:
         sys.exit(
@@ -54,7 +54,7 @@ def join_ranks(device: torch.device, parallelism: str) -> dist.ProcessGroup:
 
 
 def leave_ranks(control: dist.ProcessGroup | None) -> None:
-    """Leave the other ranks, once all of them have come this far.
+    """Leave the process group once all ranks have reached this point.
 
     The ranks find each other through a store on rank 0, so rank 0 must not leave first.
     """
@@ -64,9 +64,9 @@ def leave_ranks(control: dist.ProcessGroup | None) -> None:
 
 
 def gloo_averages() -> bool:
-    """Return whether gloo averages gradients, as fully_shard needs it.
+    """Return whether gloo averages gradients, as fully_shard requires.
 
-    In older versions of PyTorch it adds them up: github.com/pytorch/pytorch/issues/162338.
+    In older versions of PyTorch it sums them: github.com/pytorch/pytorch/issues/162338.
     """
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     part, whole = torch.zeros(1), torch.ones(dist.get_world_size())
@@ -86,8 +86,8 @@ def share_model(model: nn.Module, parallelism: str, device: torch.device) -> nn.
         return model.to(device)
     if parallelism == "ddp":
         return DistributedDataParallel(model.to(device))
-    # A layer is what FSDP gathers at once. In a larger model the layers are its blocks. fully_shard
-    # moves one after the other to the device, which never has to hold all of them.
+    # FSDP gathers one of these layers at a time; in a larger model, shard its blocks. fully_shard
+    # moves them to the device one by one, so it never has to hold the whole model.
     for layer in model.children():
         if next(layer.parameters(), None) is not None:
             fully_shard(layer)
@@ -106,14 +106,14 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Restore rank 0's state on all ranks, however many ranks saved it, and with ddp or fsdp."""
+    """Restore rank 0's state on all ranks, whatever number of ranks and parallelism saved it."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
     set_model_state_dict(model, state.get("model", {}), options=options)
     set_optimizer_state_dict(model, optimizer, state.get("optimizer", {}), options=options)
 
 
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer, parallelism: str) -> str:
-    """Say how much this rank keeps between two steps. Call it after a step. Rank 0 keeps the most.
+    """Describe what this rank keeps between steps. Call it after a step. Rank 0 keeps the most.
 
     The state is the parameters, their gradients, and what the optimizer keeps (Adam: two moments).
     """
@@ -128,7 +128,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer, parallelism: st
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that is shared by the ranks, or the whole tensor."""
+    """Return this rank's shard of a sharded tensor, or the whole tensor if it is not sharded."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

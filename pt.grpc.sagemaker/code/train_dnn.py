@@ -38,14 +38,14 @@ from model import build
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line. End the program with a sentence if its options do not fit together."""
+    """Read the command line. Exit with a message if its options do not fit together."""
     parser = arguments.parser(fail=lambda message: sys.exit(f"train_dnn.py: error: {message}"))
     add = parser.add_argument
     env = os.environ.get
     add("--train-dir", default=env("SM_CHANNEL_TRAINING"), help="training files (local, service)")
     add("--test-dir", default=env("SM_CHANNEL_TEST"), help="test files, to evaluate at the end")
     add("--model-dir", type=Path, default=env("SM_MODEL_DIR", "model"), help="model.pt goes here")
-    add("--checkpoint-dir", type=Path, help="where checkpoint.pt is written, and looked for")
+    add("--checkpoint-dir", type=Path, help="folder to write checkpoint.pt to, and resume from")
     args = parser.parse_args()
 
     data_hosts = os.environ.get("HETERO_DATA_HOSTS")
@@ -57,8 +57,8 @@ def parse_arguments() -> argparse.Namespace:
     if args.data_mode != "service":
         os.environ.pop("HETERO_DATA_HOSTS", None)
     if args.data_mode == "synthetic" and not args.max_steps:
-        parser.error("--data-mode synthetic has no end of its own: say how many --max-steps")
-    if args.data_mode == "synthetic":  # each run is one epoch, even if it is resumed
+        parser.error("--data-mode synthetic never ends by itself: set --max-steps")
+    if args.data_mode == "synthetic":  # a run is one epoch; a job that is resumed needs several
         args.epochs = args.max_steps
     return args
 
@@ -73,7 +73,7 @@ def main() -> None:
     control = parallel.join_ranks(device, args.parallelism) if world_size > 1 else None
     model = parallel.share_model(model, args.parallelism, device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    # From here on, SIGTERM lets the current step end and saves a checkpoint before the run ends.
+    # From here on, SIGTERM ends the run after the current step, with a checkpoint.
     stop_requested, stopping = threading.Event(), False
     signal.signal(signal.SIGTERM, lambda *_: stop_requested.set())
     checkpoint = Checkpoint(args.checkpoint_dir, model, optimizer, control)
@@ -122,7 +122,7 @@ def main() -> None:
 
 @dataclass
 class Progress:
-    """How far the training has come."""
+    """How far training has progressed."""
 
     step: int = 0
     epoch: int = 0
@@ -130,7 +130,7 @@ class Progress:
 
 
 class Checkpoint:
-    """The file from which any number of ranks can continue; without a folder there is none."""
+    """The file that any number of ranks can resume from; without a folder, nothing is saved."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Checkpoint:
         self.is_mine = control is None or dist.get_rank() == 0
 
     def load(self) -> Progress:
-        """Restore all ranks from the file. Only rank 0 needs to have it."""
+        """Restore all ranks from the file, which only rank 0 needs to have."""
         saved = None
         if self.is_mine and self.path and self.path.exists():
             saved = torch.load(self.path, map_location="cpu", weights_only=True)
@@ -168,10 +168,10 @@ class Checkpoint:
 def batches_left(
     dataset: Dataset, at: Progress, batch_size: int, seed: int
 ) -> tuple[list[list[int]], int]:
-    """Return the rank's remaining batches of this epoch, and the number of the first of them."""
+    """Return this rank's remaining batches of the epoch, and the number of the first one."""
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     first, rest = divmod(at.samples_done, ranks * batch_size)
-    if rest:  # begun with other batch sizes: divide what is left among all ranks again
+    if rest:  # the epoch began with another batch size or number of ranks: divide the rest again
         everyones = DistributedSampler(dataset, 1, 0, seed=seed)
         everyones.set_epoch(at.epoch)
         left = list(everyones)[at.samples_done :]
@@ -189,8 +189,8 @@ def cores_of_this_rank() -> int:
 
 def set_up(seed: int) -> torch.device:
     """Prepare this process, with a thread for each of its cores; return its GPU, or the CPU."""
-    # So that the job's log shows each line at once and in one piece. torchrun starts ranks with
-    # `python -u`, which writes the end of a line separately, and then the lines of ranks mix.
+    # Write each line at once and in one piece. torchrun starts ranks with `python -u`, which writes
+    # line ends separately, so the lines of several ranks would mix in the job's log.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
     check_gpus()
     torch.set_num_threads(cores_of_this_rank())
@@ -205,12 +205,12 @@ def set_up(seed: int) -> torch.device:
 
 
 def check_gpus() -> None:
-    """End the program if torch does not see all GPUs of the host.
+    """Exit if torch does not see all GPUs of the host.
 
-    Otherwise a CPU would train, at the price of the GPUs. SM_NUM_GPUS is SageMaker's count of them.
+    Otherwise the CPU would train, at the price of the GPUs. SM_NUM_GPUS is SageMaker's GPU count.
     """
     there = int(os.environ.get("SM_NUM_GPUS", "0"))
-    # Without is_available, the driver may count GPUs that CUDA cannot use.
+    # Without is_available, device_count may include GPUs that CUDA cannot use.
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if seen < there:
         ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
@@ -218,15 +218,15 @@ def check_gpus() -> None:
         driver = found.stdout.strip() if found else "unknown (no nvidia-smi)"
         sys.exit(
             f"train_dnn.py: error: the host has {there} GPUs (SM_NUM_GPUS), but torch sees "
-            f"{seen}: driver {driver} does not fit the image's CUDA {torch.version.cuda}. Take an "
-            "image with an older CUDA, or its libraries for older drivers."
+            f"{seen}: driver {driver} does not fit the image's CUDA {torch.version.cuda}. Use an "
+            "image with an older CUDA, or with CUDA's compatibility libraries for older drivers."
         )
 
 
 def count_workers(args: argparse.Namespace, device: torch.device) -> int:
     """Return how many DataLoader workers this rank has."""
     cores = cores_of_this_rank()
-    if args.data_mode == "service":  # they only receive: one does while the other hands over
+    if args.data_mode == "service":  # they only receive: one does so while the other hands over
         return args.workers or 2
     # Without a GPU, a worker on a single core would only take turns with the training.
     return args.workers or (0 if cores == 1 and device.type == "cpu" else cores)
@@ -257,7 +257,7 @@ def build_dataset(args: argparse.Namespace, device: torch.device) -> Dataset:
 def build_loader(
     args: argparse.Namespace, dataset: Dataset, at: Progress, device: torch.device
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Return a loader of the batches that this rank has left in the epoch."""
+    """Return a loader for this rank's remaining batches of the epoch."""
     pin_memory = device.type == "cuda"  # so that copies to the GPU overlap with computation
     if args.data_mode == "synthetic":
         return SyntheticLoader(args.batch_size, args.max_steps, pin_memory)
@@ -275,7 +275,7 @@ def build_loader(
 
 
 def outlive_sigterm(worker_id: int) -> None:
-    """Let a data worker serve until its rank ends.
+    """Make a DataLoader worker ignore SIGTERM, so that it serves until its rank ends.
 
     SIGTERM is meant for the rank, but torchrun sends it to the rank's whole process group. The rank
     may need more batches until all ranks have stopped after the same step.
@@ -293,14 +293,14 @@ def check_shared_memory(batch_bytes: int, workers: int) -> None:
     needed = batch_bytes * (2 * workers + 1)
     if workers and needed > free:
         raise OSError(
-            f"{workers} workers hold up to {needed / 2**20:.0f} MiB of batches in /dev/shm, where "
-            f"this rank has {free / 2**20:.0f} MiB: set the hyperparameter workers to "
-            f"{max(1, (free // batch_bytes - 1) // 2)}, or take smaller batches."
+            f"{workers} workers hold up to {needed / 2**20:.0f} MiB of batches in /dev/shm, but "
+            f"this rank has only {free / 2**20:.0f} MiB: set the hyperparameter workers to "
+            f"{max(1, (free // batch_bytes - 1) // 2)}, or use smaller batches."
         )
 
 
 class StepLog:
-    """Measures the steps. Rank 0 prints their means at regular intervals."""
+    """Measures steps. Rank 0 prints their means every `every` steps."""
 
     def __init__(self, every: int):
         self.every, self.prints = every, os.environ.get("RANK", "0") == "0"
@@ -309,7 +309,7 @@ class StepLog:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what has been measured."""
+        """Start a new interval of measurement."""
         self.start, self.data_wait = time.perf_counter(), 0.0
         self.steps = self.samples = 0
         self.loss: torch.Tensor | float = 0.0  # sum over the steps; stays on the GPU
@@ -328,8 +328,9 @@ class StepLog:
     def add(self, at: Progress, samples: int, loss: torch.Tensor) -> None:
         """Count a step."""
         is_first, self.last_loss = self.last_loss is None, loss.detach()
-        if is_first:  # not measured, because it includes the start-up: connections, worker
-            loss.item()  # processes, CUDA kernels, the first batch; item() waits for its end
+        if is_first:
+            # Not measured: it includes start-up (connections, worker processes, CUDA kernels).
+            loss.item()  # wait for the GPU
             return self.restart()
         self.steps += 1
         self.samples += samples
@@ -338,7 +339,7 @@ class StepLog:
             self.write(at)
 
     def write(self, at: Progress) -> None:
-        """Print the means since the last line, for people and for regular expressions."""
+        """Print the means since the last line, as `key=value` pairs that are easy to parse."""
         if self.steps and self.prints:
             loss = float(self.loss) / self.steps  # waits for the GPU, so the time below is right
             seconds = time.perf_counter() - self.start
@@ -351,7 +352,7 @@ class StepLog:
         self.restart()
 
     def finish(self, at: Progress) -> None:
-        """Print how far the training has come."""
+        """Print the last step and its loss."""
         if self.last_loss is None:
             print(f"training was complete already: step={at.step}")
         else:
@@ -359,20 +360,20 @@ class StepLog:
 
 
 def save(state: dict, path: Path) -> None:
-    """Write `state` to `path` atomically: a reader finds the whole old file, or the whole new one.
+    """Write `state` to `path` atomically: a reader finds either the old file or the new one.
 
     Raises:
-        OSError: it cannot be written, for example because the disk is full.
+        OSError: The file cannot be written, for example because the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     try:
         with open(partial, "wb") as file:
             torch.save(state, file)
-    except RuntimeError as error:  # torch raises this, and hides why it cannot write
+    except RuntimeError as error:  # torch raises this if it cannot write, and hides the reason
         if not isinstance(error.__context__, OSError):
             raise
-        partial.unlink()  # SageMaker would copy it to S3
+        partial.unlink()  # or SageMaker would copy it to S3
         why, whole = error.__context__, io.BytesIO()
         torch.save(state, whole)
         text = f"{why.strerror} for {whole.tell():,} bytes"
@@ -382,7 +383,7 @@ def save(state: dict, path: Path) -> None:
 
 @torch.no_grad()
 def evaluate(weights: dict, dataset: MnistDataset, name: str, device: torch.device) -> float:
-    """Return the fraction of the images that the model classifies correctly, on this rank alone."""
+    """Return the fraction of images that the model classifies correctly. Uses this rank alone."""
     model = build(name).to(device).eval()
     model.load_state_dict(weights)
     correct = 0

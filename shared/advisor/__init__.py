@@ -1,7 +1,7 @@
-"""Should this training job go heterogeneous, and with what?
+"""Should this training job go heterogeneous, and with which instances?
 
-prediction.py has the formula, sources.py says where a job's numbers come from, verdict.py has the
-flowchart, report.py what is shown of the answer, and command.py `python -m shared.advisor`.
+prediction.py has the formula, sources.py reads a job's numbers, verdict.py has the flowchart,
+report.py shows the answer, and command.py is `python -m shared.advisor`.
 """
 
 from shared.advisor.command import main

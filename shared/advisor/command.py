@@ -1,11 +1,12 @@
-"""Should this training job go heterogeneous, and with what?
+"""Should this training job go heterogeneous, and with which instances?
 
     python -m shared.advisor --instance ml.p4d.24xlarge --step-ms 192 --accelerator-ms 80
     python -m shared.advisor --job NAME --synthetic-job NAME
     python -m shared.advisor --log FILE
 
-FILE is the output of a script that was run with measured.py. For a job that was, --job is enough.
-In a notebook: %run -m shared.advisor --job NAME. Jobs of the local SageMaker are known only there.
+FILE is the output of a script that used measured.py. For a job whose script did, --job is enough.
+In a notebook: %run -m shared.advisor --job NAME. Jobs of the local SageMaker are known only in the
+notebook that started them.
 """
 
 import argparse
@@ -22,26 +23,24 @@ from shared.commands import reader_may_leave
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Advise on the job that the command line describes; end with status 2 if that cannot be."""
+    """Advise on the job that the command line describes; exit with status 2 after an error."""
     parser = argparse.ArgumentParser("python -m shared.advisor", description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--job", help="a homogeneous training job: its numbers are looked up")
-    add("--synthetic-job", help="the same job with --data-mode synthetic")
-    add(
-        "--log", metavar="FILE", help="output of a script that was run with measured.py; - is stdin"
-    )
-    add("--instance", help="instance type that trains, such as ml.p4d.24xlarge")
-    add("--count", type=int, help="number of these instances; default: 1")
-    add("--step-ms", type=float, help="time of a step, waiting for data included")
-    add("--accelerator-ms", type=float, help="time of a step without data")
-    add("--cpu-percent", type=float, help="use of the CPUs, all together 100")
-    add("--mb-per-step", type=float, help="prepared data of a step, in megabytes")
-    add("--rank-gb-per-s", type=float, help=f"what a rank takes in; default: {RANK_GB_PER_S}")
-    add("--kept-busy-percent", type=float, help="use of all CPUs with data hosts")
-    add("--data-hosts-only", action="store_true", help="with them, training hosts prepare no data")
-    add("--region", default="us-east-1", help="of the prices")
-    add("--figure", metavar="FILE", help="draw the candidates to a .png or .svg")
-    add("--short", action="store_true", help="print the verdict and three clusters alone")
+    add("--job", help="name of a homogeneous training job, to read its numbers")
+    add("--synthetic-job", help="name of the same job with --data-mode synthetic")
+    add("--log", metavar="FILE", help="output of a script that used measured.py; - is stdin")
+    add("--instance", help="type of the training instances, such as ml.p4d.24xlarge")
+    add("--count", type=int, help="number of training instances; default: 1")
+    add("--step-ms", type=float, help="step time, including the wait for data")
+    add("--accelerator-ms", type=float, help="step time without data")
+    add("--cpu-percent", type=float, help="how busy the CPUs are; 100 means all vCPUs")
+    add("--mb-per-step", type=float, help="prepared data of a step, all ranks together, in MB")
+    add("--rank-gb-per-s", type=float, help=f"GB/s a rank can receive; default: {RANK_GB_PER_S}")
+    add("--kept-busy-percent", type=float, help="how busy a run with data hosts kept all CPUs")
+    add("--data-hosts-only", action="store_true", help="only the data hosts prepare data")
+    add("--region", default="us-east-1", help="region of the prices; default: us-east-1")
+    add("--figure", metavar="FILE", help="draw the candidates to a .png or .svg file")
+    add("--short", action="store_true", help="print only the verdict and three clusters")
     args = parser.parse_args(arguments)
     try:
         advice = advise(_measured(args), args.region, args.data_hosts_only)
@@ -55,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _measured(args: argparse.Namespace) -> Measured:
-    """Take the job's numbers from one of three sources, of which each has options of its own."""
+    """Take the job's numbers from one of three sources, each with its own options."""
     sources = {
         "job": {"synthetic_job"},
         "log": {"instance", "count"},
@@ -83,12 +82,13 @@ def _measured(args: argparse.Namespace) -> Measured:
 
 
 def _read_log(path: str, corrections: dict) -> Measured:
-    """Take the numbers that measured.py has printed; the command line may correct the instances."""
+    """Read the numbers that measured.py printed; the command line may override the instances."""
     with open(0 if path == "-" else path, errors="replace") as file:
         numbers = numbers_in(file)
     if not numbers:
         raise ValueError(
-            f'{path} has no line of numbers ({{"measured": ...}}): measured.py prints it last.'
+            f'{path} has no line of numbers ({{"measured": ...}}), which measured.py prints last: '
+            "give the whole output."
         )
     numbers |= corrections
     if "instance_type" not in numbers:

@@ -1,28 +1,29 @@
-"""What a training job that waits for its CPUs would do with more of them: one formula.
+"""Predict how long a step takes if a training job that waits for its CPUs gets more of them.
 
-    step time = max(CPU work / (cores x speed, added up over the hosts that prepare data),
+    step time = max(CPU work / (cores x speed, summed over the hosts that prepare data),
                     accelerator floor,
                     data of a step / network,
-                    data of a step / (ranks x what a rank takes in))
+                    data of a step / (ranks x what a rank receives per second))
 
-CPU work is what keeps the cores of the measured, homogeneous job for one step: step time x cores,
-in core-ms. (Cores are vCPUs on AWS.) The formula is for jobs whose CPUs are the limit, and assumes
-that other hosts' cores are kept as busy as the measured ones, unless a heterogeneous run has shown
-how busy they are: what is 80 % busy counts as 80 %. The accelerator floor is the step time without
-data, which --data-mode synthetic measures. Network is Gbit/s of the training or of the data hosts,
-whichever is less; all of the data is taken to travel. A rank for each GPU takes in what benchmarks/
-has measured, unless another figure is given. Where CPU work is within KNEE_PERCENT of the largest
-of the others, the step time is said to be exact to KNEE only. There are two bounds:
+CPU work is the step time of the measured, homogeneous job times its cores, in core-ms. (On AWS,
+cores are vCPUs.) The formula is for jobs whose CPUs are the bottleneck. It assumes that the cores
+of other hosts are kept as busy as the measured ones, unless a heterogeneous run has shown how busy
+they are: cores that are 80 % busy count as 80 %. The accelerator floor is the step time without
+data, which --data-mode synthetic measures. The network is the bandwidth of the training hosts or of
+the data hosts, whichever is less; all data is assumed to cross it. Each GPU has a rank, which
+receives as much per second as benchmarks/ has measured, unless another figure is given. If the CPU
+term and the largest of the others are within KNEE_PERCENT of each other, the step time is reported
+as exact to KNEE only. There are two bounds:
 
-    at least: the training hosts go on preparing data beside the data hosts, as the examples'
-              do. CPU work includes what the training itself needs of the CPUs.
-    at most:  the data hosts alone prepare data, as without spare cores. CPU work is then without
-              the share of the CPU time that the training takes, if the use without data is known.
+    at least: the training hosts prepare data beside the data hosts, as in the examples. CPU work
+              includes the CPU time that the training itself needs.
+    at most:  only the data hosts prepare data, as if the training hosts had no spare cores. CPU
+              work excludes the training's share of the CPU time, if CPU use without data is known.
 
-Speed is the ratio of the processors' clocks in cores.csv, which are AWS's figures
-(ProcessorInfo.SustainedClockSpeedInGhz of EC2's DescribeInstanceTypes), and 1 where one of them is
-not known, or where one is a base clock and the other a turbo's: EC2 has the same processor with
-both. The work done per clock cycle differs by generation and is left out. Nothing is fitted.
+Speed is the ratio of the clocks in cores.csv, which are AWS's figures
+(ProcessorInfo.SustainedClockSpeedInGhz of EC2's DescribeInstanceTypes). It is 1 if one of the
+clocks is unknown, or if one is a base clock and the other a turbo clock: EC2 lists the same
+processor with either. Different work per clock cycle is ignored. Nothing is fitted.
 """
 
 from collections.abc import Mapping
@@ -35,34 +36,35 @@ import pandas as pd
 
 from shared import prices
 
-NEAR_PERCENT = 5  # dearer than the cheapest that is as fast: still near the frontier
+NEAR_PERCENT = 5  # clusters that cost at most this much more are still near the frontier
 MOST_DATA_HOSTS = 8
-RANK_GB_PER_S = 0.6  # benchmarks/README.md, loader.py: float32, a core for a rank and its workers
-# What receiving takes of the training host's CPUs: from there, mean of uint8 and float32, and tiny.
+RANK_GB_PER_S = 0.6  # benchmarks/README.md, loader.py: float32, one core for a rank and its workers
+# CPU time that a training host needs to receive data: the mean of uint8 and float32 images there,
+# and one tiny sample.
 RECEIVE_MS_PER_MB, RECEIVE_MS_PER_BATCH = 1.6, 1.3
-KNEE_PERCENT, KNEE = 30, "±10 %"  # docs/when.md: what Cachew's published curves differ there
-DATA_HOSTS = r"ml\.[cmr]\d"  # AWS's names of families for computing, for all purposes, with memory
+KNEE_PERCENT, KNEE = 30, "±10 %"  # docs/when.md: how far off Cachew's published runs are there
+DATA_HOSTS = r"ml\.[cmr]\d"  # compute-optimized, general-purpose and memory-optimized families
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A homogeneous job; nan is what is not known.
+    """The numbers of a homogeneous job; nan means unknown.
 
     Attributes:
-        instance_type: Of the instances that train, such as "ml.p4d.24xlarge".
-        step_ms: Time of one step, waiting for data included.
-        count: Number of these instances.
+        instance_type: Type of the training instances, such as "ml.p4d.24xlarge".
+        step_ms: Time of one step, including the wait for data.
+        count: Number of training instances.
         accelerator_ms: Step time without data.
-        cpu_percent: How busy the CPUs were; all of all hosts together are 100.
+        cpu_percent: How busy the CPUs were; 100 means all CPUs of all hosts.
         gpu_percent: How busy the GPUs were, likewise.
         training_cpu_percent: How busy the CPUs were without data, likewise.
         mb_per_step: Prepared data of one step, all ranks together, in megabytes.
-        rank_gb_per_s: What one rank takes in, in gigabytes per second.
+        rank_gb_per_s: How much one rank can receive, in gigabytes per second.
         kept_busy_percent: How busy a heterogeneous run kept the CPUs of all its hosts, likewise.
-        source: Where the numbers are from, for the reader.
+        source: Where the numbers come from, as text for the reader.
 
     Raises:
-        ValueError: the numbers cannot be.
+        ValueError: a number is out of range.
     """
 
     instance_type: str
@@ -88,57 +90,57 @@ class Measured:
             value = getattr(self, name)
             if not (isnan(value) or 0 <= value <= 100):
                 raise ValueError(
-                    f"{name} is {value:g}, but must be from 0 to 100: all vCPUs (or GPUs) together "
-                    "are 100, where CloudWatch has 100 for each."
+                    f"{name} is {value:g}, but must be from 0 to 100: here 100 means all vCPUs (or "
+                    "GPUs) together, while CloudWatch counts 100 for each."
                 )
         if self.accelerator_ms > self.step_ms:
             raise ValueError(
                 f"accelerator_ms ({self.accelerator_ms:g}) is above step_ms ({self.step_ms:g}): "
-                "without data a step cannot take longer. Are they swapped, or of different jobs?"
+                "a step cannot take longer without data. Are they swapped, or from different jobs?"
             )
 
     @property
     def floor_ms(self) -> float:
-        """The accelerator floor; without a measured one, the time in which the GPUs were busy."""
+        """The accelerator floor; if it was not measured, the time in which the GPUs were busy."""
         if isnan(self.accelerator_ms):
             return self.step_ms * self.gpu_percent / 100
         return self.accelerator_ms
 
     @property
     def known_floor_ms(self) -> float:
-        """The same; 0 if it is not known."""
+        """The accelerator floor; 0 if unknown."""
         return 0.0 if isnan(self.floor_ms) else self.floor_ms
 
     @property
     def known_mb(self) -> float:
-        """Prepared data of one step in megabytes; 0 if it is not known."""
+        """Prepared data of one step in megabytes; 0 if unknown."""
         return 0.0 if isnan(self.mb_per_step) else self.mb_per_step
 
     @property
     def busy_percent(self) -> float:
-        """How busy the CPUs were; 100 if it is not known."""
+        """How busy the CPUs were; 100 if unknown."""
         return 100 if isnan(self.cpu_percent) else self.cpu_percent
 
     @property
     def training_share(self) -> float:
-        """What the training itself takes of the CPU time of a step; 0 if it is not known."""
+        """The training's own share of a step's CPU time, from 0 to 1; 0 if unknown."""
         used = self.accelerator_ms * self.training_cpu_percent
         in_all = self.step_ms * self.busy_percent
         return 0.0 if isnan(used) or not in_all else min(1.0, used / in_all)
 
     def taking_in_ms(self, gpus: int) -> float:
-        """Time in which the ranks take in a step's data; 0 if its amount is not known."""
+        """Time that the ranks need to receive a step's data; 0 if its amount is unknown."""
         return self.known_mb / (self.count * gpus * self.rank_gb_per_s)  # MB / GB/s = ms
 
     def receiving_ms(self, gpus: int) -> float:
-        """CPU time in core-ms in which training hosts receive a step's data from data hosts.
+        """CPU time in core-ms that training hosts need to receive a step's data from data hosts.
 
-        It is of at least a batch for each rank, where the amount of data is not known.
+        If the amount of data is unknown, only the fixed cost of one batch per rank counts.
         """
         return RECEIVE_MS_PER_MB * self.known_mb + RECEIVE_MS_PER_BATCH * self.count * gpus
 
     def cpu_work(self, cores: int) -> tuple[float, float]:
-        """CPU work in core-ms on instances of so many cores: all of it, and that on data."""
+        """CPU work in core-ms on instances with `cores` cores: all of it, and the part on data."""
         work = self.step_ms * self.count * cores
         if not isnan(self.kept_busy_percent):
             work *= self.busy_percent / self.kept_busy_percent
@@ -148,28 +150,28 @@ class Measured:
 def instance_types(
     instance_type: str, region: str = "us-east-1", cores: Mapping[str, int] | None = None
 ) -> pd.DataFrame:
-    """Collect what is known of the instance types, with a price (nan: none is known) or without.
+    """Collect what is known about the instance types, including those without a price (nan).
 
     Args:
-        instance_type: The one that trains.
-        region: Where the prices are from.
+        instance_type: The type of the training instances.
+        region: Region of the prices.
         cores: For jobs of the local SageMaker, whose hosts do not have the vCPUs of their types:
-            {instance type: cores here}. Only these types are there then, and equally fast.
+            {instance type: cores here}. The result has only these types, all with speed 1.
 
     Returns:
-        One row per type: what `prices.Price` has, cores, ghz, their kind of clock, speed, which
-        is relative to `instance_type`, and the day since when AWS no longer offers it, or "": of
-        these only those that are asked for are there.
+        One row per type: the fields of `prices.Price`, cores, ghz, the kind of clock, the speed
+        relative to `instance_type`, and since when AWS no longer offers the type, or "". Such
+        retired types are only there if the arguments name them.
 
     Raises:
-        ValueError: it is not known, has no GPU, or nobody says how many vCPUs.
+        ValueError: a type is unknown, or `instance_type` has no GPU or no known number of vCPUs.
     """
     known = prices.load()
     newest = {price.instance_type: price for price in known if isnan(price.usd_per_hour)}
     for name in {price.instance_type for price in known if price.region == region}:
         newest[name] = prices.find(name, region)
     for name in {instance_type, *(cores or {})} - newest.keys():
-        prices.find(name, region)  # its error says what is known
+        prices.find(name, region)  # raises, and says which types are known
     types = pd.DataFrame(map(asdict, newest.values())).set_index("instance_type").sort_index()
     families = types.index.str.extract(r"^ml\.([^.]+)\.", expand=False)
     types["retired"] = _read("retired.csv")["since"].reindex(families).fillna("").to_numpy()
@@ -177,14 +179,14 @@ def instance_types(
     types = types[asked_for | (types["retired"] == "")]
     if types["gpus"][instance_type] == 0:
         raise ValueError(
-            f"{instance_type} has no GPU, but the question is whether accelerators wait for CPUs: "
-            "give the instance type that trains."
+            f"{instance_type} has no GPU, so no accelerator can wait for its CPUs: give the type "
+            "of the instances that train."
         )
     if types["vcpus"][instance_type] == 0:
         raise ValueError(f"AWS's price list does not say how many vCPUs {instance_type} has.")
     if cores is not None:
         if instance_type not in cores:
-            raise ValueError(f"How many cores {instance_type} has here is not given, but others'.")
+            raise ValueError(f"cores must say how many cores {instance_type} has here.")
         alike = {"ghz": nan, "clock": "", "speed": 1.0}
         return types.loc[list(cores)].assign(cores=list(cores.values()), **alike)
     clocks = _read("cores.csv")
@@ -198,7 +200,7 @@ def instance_types(
 
 
 def _read(name: str) -> pd.DataFrame:
-    """Read a table of this folder, by its first column."""
+    """Read a table of this folder, indexed by its first column."""
     return pd.read_csv(Path(__file__).with_name(name), index_col=0)
 
 
@@ -208,11 +210,11 @@ def predict(measured: Measured, types: pd.DataFrame, data_hosts_only: bool = Fal
     Args:
         measured: The homogeneous job.
         types: From `instance_types`.
-        data_hosts_only: Take the upper bound for the step time, else the lower one.
+        data_hosts_only: Use the upper bound of the step time instead of the lower one.
 
     Returns:
-        One row per cluster, the measured one first. Each type of data host that has a price has a
-        row for 1, 2, ... hosts, as long as one more is faster, up to MOST_DATA_HOSTS.
+        One row per cluster, the measured one first. Each type of data host that has a price has
+        rows for 1, 2, ... hosts, up to MOST_DATA_HOSTS, as long as one more host is faster.
     """
     trainer = types.loc[measured.instance_type]
     work, _ = measured.cpu_work(trainer["cores"])
@@ -250,12 +252,12 @@ def with_data_hosts(
     count: int,
     data_hosts_only: bool = False,
 ) -> dict[str, Any]:
-    """Apply the formula to the measured cluster with so many data hosts of a type beside it.
+    """Apply the formula to the measured cluster plus `count` data hosts of one type.
 
-    It does so for any number of them, also where fewer would be as fast. The rest as in `predict`.
+    Unlike `predict`, it takes any number of data hosts, even if fewer would be as fast.
 
     Returns:
-        What a row of `predict` has, without the frontier.
+        A row like those of `predict`, without the frontier.
     """
     trainer, kind = types.loc[measured.instance_type], types.loc[data_type]
     work, data_work = measured.cpu_work(trainer["cores"])
@@ -281,9 +283,9 @@ def _row(
     limit: float,
     data_hosts_only: bool = False,
 ) -> dict[str, Any]:
-    """Describe one cluster: what it is, its step time in ms with both bounds, and its costs.
+    """Describe one cluster: its instances, its step time with both bounds, and its costs.
 
-    The bounds are of what the CPUs take, and `limit` is the largest of all other terms.
+    `cpu` has both bounds of the formula's CPU term in ms; `limit` is the largest other term.
     """
     low, high = (max(ms, limit) for ms in cpu)
     step_ms, cpu_ms = (high, cpu[1]) if data_hosts_only else (low, cpu[0])
@@ -307,6 +309,6 @@ def _row(
 
 
 def _frontier(step: pd.Series, cost: pd.Series) -> list[str]:
-    """Say of each cluster whether none that is as fast is cheaper: "yes", "near", or ""."""
+    """Return "yes" for each cluster if none that is as fast is cheaper, else "near" or ""."""
     dearer = [c / cost[step <= s * (1 + 1e-9)].min() - 1 for s, c in zip(step, cost, strict=True)]
     return ["yes" if d < 1e-9 else "near" if 100 * d <= NEAR_PERCENT else "" for d in dearer]

@@ -1,4 +1,4 @@
-"""What is advised, and how it is shown: as text, in a notebook, and as a figure."""
+"""The advice, and how it is shown: as text, in a notebook, and as a figure."""
 
 import re
 import textwrap
@@ -18,7 +18,7 @@ from shared.advisor.prediction import (
     with_data_hosts,
 )
 
-if TYPE_CHECKING:  # imported in `plot`: images for training lack it
+if TYPE_CHECKING:  # `plot` imports it: images for training lack it
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -37,10 +37,10 @@ class Advice:
         verdict: STAY, SCALE_UP, GO, ELSEWHERE or ON_GPU.
         recommended: The instances to try, or "".
         reasons: Sentences.
-        inputs: What the formula was given, by name, each with how it came about.
+        inputs: The inputs of the formula by name, as text that shows how each was computed.
         data_hosts_only: Whether the step times are the upper bounds.
         types: From `prediction.instance_types`.
-        candidates: From `prediction.predict`: of each type, no more data hosts than make it faster.
+        candidates: From `prediction.predict`; more data hosts than these are not faster.
     """
 
     measured: Measured
@@ -53,22 +53,22 @@ class Advice:
     candidates: pd.DataFrame
 
     def predict(self, data_type: str, count: int) -> dict[str, Any]:
-        """Predict the measured cluster with these data hosts, be they among `candidates` or not.
+        """Predict the measured cluster with these data hosts, even if they are no candidates.
 
-        Returns a row as `candidates` has them, without the frontier.
+        Returns a row like those of `candidates`, without the frontier.
 
         Raises:
             ValueError: the type is not among `types`.
         """
         if data_type not in self.types.index:
             raise ValueError(
-                f"{data_type} is not among the types of this advice, whose cores are known: "
+                f"{data_type} is not among the types of this advice: choose one of "
                 f"{', '.join(self.types.index)}."
             )
         return with_data_hosts(self.measured, self.types, data_type, count, self.data_hosts_only)
 
     def __repr__(self) -> str:
-        """What a terminal shows: verdict, reasons, inputs, and the candidates worth a look."""
+        """Text for a terminal: verdict, reasons, inputs, and the candidates worth a look."""
         lines = [f"Verdict: {_headline(self)}"]
         for reason in self.reasons:
             lines += textwrap.wrap(reason, 110, initial_indent="  - ", subsequent_indent="    ")
@@ -80,7 +80,7 @@ class Advice:
         return "\n".join([*lines, "", *_notes(self)])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the verdict, and the rest folded below it."""
+        """HTML for a notebook: the verdict, with the rest folded below it."""
         reasons = "".join(f"<li>{escape(reason)}</li>" for reason in self.reasons)
         inputs = pd.DataFrame({"": list(self.inputs), FORMULA: list(self.inputs.values())})
         tables = [inputs, *map(_printed, _tables(self))]
@@ -94,17 +94,17 @@ class Advice:
                 "</details>",
             ]
         )
-        # In the tags themselves: JupyterLab leaves out style sheets and sets tables to the right.
+        # Style each tag: JupyterLab removes style sheets and aligns tables to the right.
         return re.sub("<(th|td)>", r'<\1 style="text-align: left">', html)
 
 
 def step_time(row: pd.Series) -> str:
-    """Say how long a step of a candidate takes, and how exact that is at the knee."""
+    """Describe a candidate's step time, and at the knee how exact it is."""
     return f"{row['step time (ms)']:,.1f} ms a step" + f" ({row['knee']})" * bool(row["knee"])
 
 
 def saving(row: pd.Series) -> str:
-    """Say how much cheaper a candidate is than the measured cluster."""
+    """Describe how much cheaper or more expensive a candidate is than the measured cluster."""
     saved = row["improvement (%)"]
     return f"{abs(saved):.0f} % {'cheaper' if saved >= 0 else 'more expensive'}"
 
@@ -114,7 +114,7 @@ def _headline(advice: Advice) -> str:
 
 
 def _tables(advice: Advice) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The instance types that are named, and the clusters worth a look."""
+    """Return a table of the clusters worth a look, after one of the instance types in it."""
     table = worth_a_look(advice)
     named = {name for cell in table["instances"] for name in cell.split() if "." in name}
     types = advice.types.loc[sorted(named)]
@@ -135,7 +135,8 @@ def _notes(advice: Advice) -> list[str]:
     hosts = types.index[types.index.str.match(DATA_HOSTS)]
     families = ", ".join(dict.fromkeys(name.split(".")[1] for name in hosts))
     lacks = (
-        f"left out: {families}, whose prices are not known; --refresh of shared.costs gets them."
+        f"left out: {families}, whose prices are not known; "
+        "python -m shared.costs --refresh REGION gets them."
     )
     return [
         "speed: ratio of clocks that can be compared; what newer cores do per cycle is left out.",
@@ -149,7 +150,7 @@ def _notes(advice: Advice) -> list[str]:
 
 
 def shortlist(advice: Advice) -> str:
-    """Write the verdict; for a job that is CPU-bound also three clusters, the recommended first."""
+    """Write the verdict and, for a CPU-bound job, three clusters, the recommended one first."""
     lines = [f"advice        {_headline(advice)}"]
     if advice.verdict not in (STAY, ELSEWHERE):
         others = worth_a_look(advice).iloc[1:].copy()  # without the measured cluster
@@ -158,16 +159,15 @@ def shortlist(advice: Advice) -> str:
         for _, row in others.sort_values(["other", "USD per 1,000 steps"]).head(3).iterrows():
             cost = f"USD {row['USD per 1,000 steps']:,.4f} per 1,000 steps, {saving(row)}"
             if isnan(row["improvement (%)"]):
-                cost = f"what it costs is not known without a price of {named}"
+                cost = f"its cost is unknown without a price of {named}"
             lines.append(f"{row['instances']}: {step_time(row)}, {cost}")
     return "\n              ".join(lines)
 
 
 def worth_a_look(advice: Advice) -> pd.DataFrame:
-    """Choose candidates to show: the measured cluster, scale-ups, and those with data hosts that
-    are on or near the frontier; where no floor or price makes one, those with one data host.
-
-    Of candidates as fast and as dear as each other, it is the one with the fewest data hosts.
+    """Choose the candidates to show: the measured cluster, scale-ups, and the clusters with data
+    hosts on or near the frontier. Without a floor or price there is no frontier: then those with
+    one data host. Of candidates with equal step time and cost, it takes the fewest data hosts.
     """
     table, floor_known = advice.candidates, not isnan(advice.measured.floor_ms)
     has_frontier = floor_known and not isnan(advice.candidates["USD per hour"][0])
@@ -182,7 +182,7 @@ def worth_a_look(advice: Advice) -> pd.DataFrame:
 
 
 def _printed(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with its numbers as they are printed."""
+    """Return the table with its numbers formatted as text."""
     styles = {"(ms)": "{:,.1f}", "(%)": "{:.1f}", "USD": "{:,.4f}", "speed": "{:.3f}"}
     printed = table.astype(object)
     for name in table:
@@ -197,7 +197,7 @@ def _is_text(column: pd.Series) -> bool:
 
 
 def _columns(table: pd.DataFrame) -> list[str]:
-    """Lay out a table as text: headers in two lines, text to the left, numbers to the right."""
+    """Lay out a table as text: wrapped headers, text aligned left, numbers aligned right."""
     columns, lines = [], max(len(textwrap.wrap(name, 12)) for name in table)
     for name, cells in _printed(table).items():
         header = textwrap.wrap(name, 12)
@@ -213,19 +213,23 @@ def plot(advice: Advice, note: str = "", runs: dict[str, Any] | None = None) -> 
     Args:
         advice: From `advise`.
         note: Added to the small print, for instance "Measured on this machine.".
-        runs: The cluster that is tried next, from `Advice.predict`: it gets a ring and a label.
+        runs: The cluster to try next, from `Advice.predict`; it gets a ring and a label.
 
     Raises:
-        ValueError: the price of the instance is not known.
+        ValueError: the price of the training instance is unknown.
     """
     import matplotlib.pyplot as plt
 
     from shared.monitoring import COLOURS
 
     if isnan(advice.candidates["USD per hour"][0]):
-        raise ValueError(f"No price of {advice.measured.instance_type} is known: no costs to draw.")
+        raise ValueError(
+            f"No price of {advice.measured.instance_type} is known, so there are no costs to draw: "
+            "python -m shared.costs --refresh REGION gets it from AWS."
+        )
     x, y = "step time (ms)", "USD per 1,000 steps"
-    table = advice.candidates[advice.candidates[x] <= advice.measured.step_ms]  # no use if slower
+    table = advice.candidates
+    table = table[table[x] <= advice.measured.step_ms]  # slower clusters are no use
     fig, axes = plt.subplots(figsize=(11, 5.2), layout="constrained")
     best = table[table["frontier"] == "yes"].sort_values(x)
     axes.plot(best[x], best[y], color=COLOURS[2], lw=12, alpha=0.3, label="frontier")
@@ -252,12 +256,12 @@ def plot(advice: Advice, note: str = "", runs: dict[str, Any] | None = None) -> 
     small_print = f"{advice.inputs['prices']}, prices as of {dates}.\n{note}".strip()
     fig.supxlabel(small_print, fontsize=10, color="0.35")
     fig.suptitle(f"Advice: {advice.verdict}", fontsize=14)
-    plt.close(fig)  # the notebook draws the returned figure; left open, it would be drawn twice
+    plt.close(fig)  # otherwise a notebook would draw it twice
     return fig
 
 
 def _label(axes: "Axes", advice: Advice, runs: dict[str, Any] | None) -> None:
-    """Name the points that matter in a column beside the axes, with lines to them."""
+    """Label the points that matter, in a column beside the axes with lines to the points."""
     table, next_one = worth_a_look(advice), runs["instances"] if runs else ""
     if runs and next_one not in set(table["instances"]):
         table = pd.concat([table, pd.DataFrame([runs])])
@@ -270,7 +274,7 @@ def _label(axes: "Axes", advice: Advice, runs: dict[str, Any] | None) -> None:
     top, height, room = axes.get_ylim()[1], 1.0, 1 / MOST_LABELS
     for left, (_, row) in zip(range(len(named))[::-1], named.iterrows(), strict=True):
         point = row["step time (ms)"], row["USD per 1,000 steps"]
-        # Beside its point, but below the label before and with room for those that follow.
+        # Beside its point, but below the previous label and with room for the next ones.
         height = max(min(point[1] / top, height - room), room * (left + 0.5))
         saved = "" if row["kind"] == "measured" else f", {saving(row)}"
         axes.annotate(

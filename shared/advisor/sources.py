@@ -8,42 +8,45 @@ from typing import Any
 from shared.advisor.prediction import Measured
 from shared.measured import NOTICE
 
-NUMBERS = '{"measured": '  # with which measured.py's line begins
+NUMBERS = '{"measured": '  # how measured.py's line of numbers begins
 
 
 def numbers_in(lines: Iterable[str]) -> dict[str, Any]:
-    """Find what measured.py has printed among the lines of a log; the last, if there are several.
+    """Find the line of numbers that measured.py printed to a log, the last if there are several.
 
     Returns:
-        What `from_numbers` takes; empty if there is no such line.
+        The numbers for `from_numbers`; empty if there is no such line.
 
     Raises:
-        ValueError: the line is not whole.
+        ValueError: the line is incomplete.
     """
     found = [start + rest for _, start, rest in (line.partition(NUMBERS) for line in lines)]
     text = next((text for text in reversed(found) if text), "")
-    try:  # what comes after it, such as the end of a colour, does not matter
+    try:  # raw_decode ignores what follows on the line, such as a color code
         return json.JSONDecoder().raw_decode(text)[0]["measured"] if text else {}
     except ValueError:
-        raise ValueError(f"The line of numbers is not whole: {text.strip()[:60]}...") from None
+        raise ValueError(f"The line of numbers is incomplete: {text.strip()[:60]}...") from None
 
 
 def from_numbers(numbers: Mapping[str, Any]) -> Measured:
-    """Take a job's numbers as measured.py has them, by the names of Measured's attributes.
+    """Convert the numbers that measured.py printed, whose names are Measured's attributes.
 
     Raises:
-        ValueError: they cannot be, or lack something.
+        ValueError: a number is missing, unknown or out of range.
     """
     try:
         floor, note = _floor(numbers["step_ms"], numbers["accelerator_ms"])
         source = numbers.get("source", "") + note
         return Measured(**{**numbers, "accelerator_ms": floor, "source": source})
     except (KeyError, TypeError):
-        raise ValueError(f"These are not the numbers of measured.py: {dict(numbers)}.") from None
+        raise ValueError(f"measured.py does not print such numbers: {dict(numbers)}.") from None
 
 
 def _floor(step_ms: float, accelerator_ms: float) -> tuple[float, str]:
-    """Step time without data, which only noise or a mistake can make longer; and what to say."""
+    """Return the step time without data, at most `step_ms`, and a note if it was clearly longer.
+
+    Only noise or a mistake can make it longer.
+    """
     if accelerator_ms <= 1.05 * step_ms:
         return min(accelerator_ms, step_ms), ""
     return step_ms, (
@@ -57,31 +60,37 @@ def measure(job_name: str, synthetic_job: str | None = None) -> Measured:
 
     Args:
         job_name: A homogeneous job that has ended. Its step time is the median of its step lines.
-            If it was run with measured.py, all numbers are from what that has printed.
+            If its script used measured.py, all numbers are those that measured.py printed.
         synthetic_job: The same job with --data-mode synthetic, for the accelerator floor.
 
     Raises:
-        ValueError: there is no such job, it runs, it failed, it is heterogeneous, or has no steps.
+        ValueError: there is no such job, or it is running, has failed, is heterogeneous, or has
+            logged no steps.
     """
-    # Not above: images for training lack packages that it needs, but may have measured.py.
+    # Imported here: images for training lack packages that it needs, but may use measured.py.
     from shared import monitoring
 
     group = instance_type, count = _instances(job_name)
     lines = [line.text for line in monitoring.logs(job_name)]
     if numbers := numbers_in(lines):
         if synthetic_job:
-            raise ValueError(f"{job_name!r} has measured both step times: give no second job.")
+            raise ValueError(f"{job_name!r} has measured both step times: omit synthetic_job.")
         source = f"Job {job_name}: {numbers.get('source', '')}"
         known = {"instance_type": instance_type, "count": count, "source": source}
         return from_numbers({**numbers, **known})
     if any(NOTICE in line for line in lines):
-        raise ValueError(f"{job_name!r} was for measuring, but its log has no result of it.")
+        raise ValueError(
+            f"{job_name!r} used measured.py, but its log has no result: look there for the reason."
+        )
     step_ms, use = _read_job(job_name)
     accelerator_ms, without_data, source = nan, {"CPU": nan}, f"Job {job_name}"
     if synthetic_job:
         other = _instances(synthetic_job)
         if other != group:
-            raise ValueError(f"{job_name!r} ran on {group}, but {synthetic_job!r} on {other}.")
+            raise ValueError(
+                f"{job_name!r} ran on {group}, but {synthetic_job!r} ran on {other}: run both on "
+                "the same instances."
+            )
         accelerator_ms, without_data = _read_job(synthetic_job)
         accelerator_ms, note = _floor(step_ms, accelerator_ms)
         source += f"; without data, job {synthetic_job}{note}"
@@ -98,27 +107,27 @@ def measure(job_name: str, synthetic_job: str | None = None) -> Measured:
 
 
 def _instances(name: str) -> tuple[str, int]:
-    """Instance type and count of a homogeneous job that has ended."""
+    """Return instance type and count of a homogeneous job that has ended."""
     from shared.monitoring.describe import describe, instances_of
 
     job = describe(name)
     status = job["TrainingJobStatus"]
     if status not in ("Completed", "Stopped"):
-        raise ValueError(f"Training job {name!r} is {status}: give one that has run to its end.")
+        raise ValueError(f"Training job {name!r} is {status}: give a Completed or Stopped job.")
     instances = instances_of(job["ResourceConfig"])
     if len(instances) > 1:
         raise ValueError(
-            f"Training job {name!r} is heterogeneous already ({', '.join(instances)}): give the "
-            "homogeneous one, whose data is prepared on the instances that train."
+            f"Training job {name!r} is already heterogeneous ({', '.join(instances)}): give the "
+            "homogeneous job, whose training instances prepare the data."
         )
     return next(iter(instances.items()))
 
 
 def _read_job(name: str) -> tuple[float, dict[str, float]]:
-    """Median step time in ms, and percent of CPUs and GPUs in use."""
+    """Return the median step time in ms, and how busy the CPUs and GPUs were in percent."""
     from shared import monitoring
 
     step_ms = float(monitoring.steps(name)["step_time_ms"].median())
     table = monitoring.utilisation(name).reindex(columns=["CPU (%)", "GPU (%)"])
-    use = table.mean(skipna=False).clip(upper=100)  # hosts are of one type
+    use = table.mean(skipna=False).clip(upper=100)  # all hosts have the same type
     return step_ms, {unit: float(use[f"{unit} (%)"]) for unit in ("CPU", "GPU")}

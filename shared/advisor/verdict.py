@@ -1,11 +1,11 @@
 """Should this training job go heterogeneous? The flowchart, and the reasons for its answer.
 
-AWS published it with the first edition of these examples: if the CPUs are not the limit, leave it;
-else take an instance of the same family with more vCPUs per GPU, if there is one; else add CPU
-instances; and think of preprocessing on the GPU (NVIDIA DALI). Two questions are ours. Is the
-larger instance the cheaper way? Where CPU instances are cheaper by more than NEAR_PERCENT, they are
-the answer. And does it cost more to receive the data than to prepare it? Then they are not. The
-numbers come from prediction.py.
+AWS published it with the first edition of these examples: if the CPUs are not the bottleneck,
+change nothing; otherwise take an instance of the same family with more vCPUs per GPU, if there is
+one; otherwise add CPU instances; and consider preprocessing on the GPU (NVIDIA DALI). We added two
+questions. Are CPU instances more than NEAR_PERCENT cheaper than the larger instance? Then the
+answer is CPU instances. Does receiving the data cost more CPU time than preparing it? Then it is
+not. The numbers come from prediction.py.
 """
 
 from collections.abc import Mapping
@@ -34,6 +34,8 @@ from shared.advisor.report import (
 )
 from shared.measured import CPU_BOUND_PERCENT, WORTH_PERCENT
 
+HOW_MANY = "How many data hosts you need is not known without the accelerator floor."
+
 
 def advise(
     measured: Measured,
@@ -41,17 +43,17 @@ def advise(
     data_hosts_only: bool = False,
     cores: Mapping[str, int] | None = None,
 ) -> Advice:
-    """Give a verdict on a measured job, and predict step time and cost of what could replace it.
+    """Give a verdict on a measured job, and predict step time and cost of the alternatives.
 
     Args:
         measured: The homogeneous job.
-        region: Of the prices.
-        data_hosts_only: Predict the upper bound, for loaders that prepare on data hosts alone.
+        region: Region of the prices.
+        data_hosts_only: Predict the upper bound, for loaders that prepare data only on data hosts.
         cores: {instance type: cores here}, for jobs of the local SageMaker; see
             `prediction.instance_types`.
 
     Raises:
-        ValueError: the instance is not known, or it has no GPU.
+        ValueError: the instance type is unknown, or it has no GPU or no known number of vCPUs.
     """
     types = instance_types(measured.instance_type, region, cores)
     table = predict(measured, types, data_hosts_only)
@@ -62,7 +64,7 @@ def advise(
         recommended = ""
         reasons.append(
             f"AWS retired {measured.instance_type} on {retired} (shared/advisor/retired.csv), so "
-            "none of this can be had: measure the job on a type that AWS offers."
+            "none of this is available: measure the job on a type that AWS offers."
         )
     return Advice(measured, verdict, recommended, reasons, inputs, data_hosts_only, types, table)
 
@@ -70,13 +72,13 @@ def advise(
 def _judge(
     measured: Measured, types: pd.DataFrame, table: pd.DataFrame
 ) -> tuple[str, str, list[str]]:
-    """Go through the flowchart; return the verdict, what is recommended, and the reasons."""
+    """Go through the flowchart; return the verdict, the recommended instances, and the reasons."""
     floor, reasons = measured.floor_ms, [f"{measured.source}."] if measured.source else []
     costs = 100 * (1 - floor / measured.step_ms)
     if isnan(floor):
         reasons.append(
             "How long the accelerators need for a step is not known, so the step times below are "
-            "too low from some number of data hosts on: measure it with --data-mode synthetic."
+            "too low if there are many data hosts: measure it with --data-mode synthetic."
         )
     else:
         reasons.append(
@@ -87,11 +89,11 @@ def _judge(
         return STAY, "", [*reasons, "Not CPU-bound: there is little to gain."]
     if measured.cpu_percent < CPU_BOUND_PERCENT:
         reasons.append(
-            f"The CPUs are only {measured.cpu_percent:.0f} % busy, so they are not the limit: look "
-            "at the number of data workers, at storage and network, before you add any."
+            f"The CPUs are only {measured.cpu_percent:.0f} % busy, so they are not the bottleneck: "
+            "check the number of data workers, the storage and the network before you add CPUs."
         )
         return ELSEWHERE, "", reasons
-    known = "supposedly: the use of the CPUs is not known"
+    known = "assumed, because CPU use is not known"
     if not isnan(measured.cpu_percent):
         known = f"the CPUs are {measured.cpu_percent:.0f} % busy"
     reasons.append(f"CPU-bound ({known}): more vCPUs for each GPU make it faster.")
@@ -115,35 +117,36 @@ def _judge(
         best = scale_ups.sort_values("USD per 1,000 steps").iloc[0]
         works = best["improvement (%)"] > 0
         if works and not (pays and _is_cheaper(_simplest(heterogeneous, cost), best, floor)):
-            reasons.append(f"A larger instance of the family does it: {_effect(best, measured)}.")
+            reasons.append(f"A larger instance of the family pays: {_effect(best, measured)}.")
             if pays:
                 other = _effect(_simplest(heterogeneous, cost), measured)
-                reasons.append(f"Data hosts are the alternative, with more to set up: {other}.")
+                reasons.append(f"Data hosts are the alternative, but need more set-up: {other}.")
             return SCALE_UP, best["instances"], reasons
         if_known = "might pay" if isnan(best["improvement (%)"]) else "does not pay"
         if_known = "pays, but less than data hosts" if works else if_known
         reasons.append(f"A larger instance {if_known}: {_effect(best, measured)}.")
     if receiving >= preparing:
         reasons.append(
-            f"Data hosts make it slower: to receive the data of a step takes {receiving:,.1f} ms "
-            f"of the training hosts' CPU time ({RECEIVE_MS_PER_MB} for each MB and "
-            f"{RECEIVE_MS_PER_BATCH} for each rank's batch: benchmarks/README.md), to prepare it "
-            f"{preparing:,.1f}."
+            f"Data hosts make it slower: receiving the data of a step takes {receiving:,.1f} ms "
+            f"of the training hosts' CPU time ({RECEIVE_MS_PER_MB} ms for each MB and "
+            f"{RECEIVE_MS_PER_BATCH} ms for each rank's batch: benchmarks/README.md), while "
+            f"preparing it takes {preparing:,.1f} ms."
         )
         return STAY, "", reasons
     if not pays:
         if heterogeneous["step time (ms)"].min() <= measured.taking_in_ms(trainer["gpus"]):
             reasons.append(
-                "What the ranks take in is the limit: more workers for each DataLoader, uint8 "
-                "instead of float32, or --rank-gb-per-s, if yours take in more, may change that."
+                "The limit is how much data the ranks can receive: use more workers for each "
+                "DataLoader, or uint8 instead of float32. If yours receive more than "
+                f"{measured.rank_gb_per_s:g} GB/s, give --rank-gb-per-s."
             )
         reasons.append(
-            "No data hosts make it cheaper. Preprocessing on the GPU (NVIDIA DALI) needs no other "
-            "instances: it is the better way, if it has your operations."
+            "No data hosts make it cheaper. Preprocess on the GPU (NVIDIA DALI) instead, if it has "
+            "your operations: that needs no other instances."
         )
         return ON_GPU, "", reasons
     if isnan(floor):
-        return GO, "", [*reasons, "Data hosts pay, but how many cannot be said without the floor."]
+        return GO, "", [*reasons, f"Data hosts pay. {HOW_MANY}"]
     best, now = _simplest(heterogeneous, cost), table["USD per hour"][0]
     reasons.append(f"Data hosts pay: {_effect(best, measured)}.")
     break_even = best["USD per hour"] / now * best["step time (ms)"] - floor
@@ -161,16 +164,16 @@ def _without_price(
     scale_ups: pd.DataFrame,
     heterogeneous: pd.DataFrame,
 ) -> tuple[str, list[str]]:
-    """Say from which price of the training instance on data hosts pay, as its own is not known."""
+    """Say above which price of the training instance data hosts pay, when its price is unknown."""
     lacks = (
-        f"No price of {measured.instance_type} is known, so what any of this costs is not: "
-        "python -m shared.costs --refresh REGION gets it from AWS."
+        f"No price of {measured.instance_type} is known, so the costs are not known either: "
+        "python -m shared.costs --refresh REGION gets the price from AWS."
     )
     if not scale_ups.empty:
         larger = ", ".join(scale_ups["instances"])
-        lacks += f" If its price allows, a larger instance of the family comes first: {larger}."
+        lacks += f" If its price allows, try a larger instance of the family first: {larger}."
     if isnan(measured.floor_ms):
-        return GO, [lacks, "How many data hosts it takes cannot be said without the floor."]
+        return GO, [lacks, HOW_MANY]
     step = heterogeneous["step time (ms)"]
     fastest = heterogeneous[step <= step.min() * (1 + NEAR_PERCENT / 100)]
     names = fastest["instances"].str.split(" x ").str[-1]
@@ -181,23 +184,23 @@ def _without_price(
         return ON_GPU, [lacks, "No data hosts make it faster."]
     enough = hosts[best.name] / saved / measured.count
     pays = (
-        f"{_effect(best, measured)}, pays where one {measured.instance_type} costs more than USD "
+        f"{_effect(best, measured)}, pays if one {measured.instance_type} costs more than USD "
         f"{enough:,.2f} an hour."
     )
     return GO, [lacks, pays]
 
 
 def _is_cheaper(data_hosts: pd.Series, larger: pd.Series, floor: float) -> bool:
-    """Whether data hosts save enough, against a larger instance, to be worth their set-up.
+    """Whether data hosts are enough cheaper than a larger instance to be worth their set-up.
 
-    Without the accelerator floor what they save at best is all that is known, and not enough.
+    Without the accelerator floor, only the most that they could save is known: that is no reason.
     """
     most = larger["USD per 1,000 steps"] * (1 - NEAR_PERCENT / 100)
     return not isnan(floor) and data_hosts["USD per 1,000 steps"] < most
 
 
 def _simplest(candidates: pd.DataFrame, cost: pd.Series) -> pd.Series:
-    """Pick the fewest hosts among those that are about as cheap as the cheapest."""
+    """Pick the candidate with the fewest data hosts among those about as cheap as the cheapest."""
     cheap = candidates.assign(cost=cost)[cost <= cost.min() * (1 + NEAR_PERCENT / 100)]
     return cheap.sort_values(["data hosts", "cost"]).iloc[0]
 
@@ -210,7 +213,7 @@ def _effect(row: pd.Series, measured: Measured) -> str:
 
 
 def _inputs(measured: Measured, trainer: pd.Series) -> dict[str, str]:
-    """Name what the formula was given, so that the table can be computed by hand."""
+    """Show the inputs of the formula, so that the table can be recomputed by hand."""
     hosts = f"{measured.count} x {trainer['cores']} cores"
     work, data_work = measured.cpu_work(trainer["cores"])
     floor = "not known, taken as 0"
@@ -224,14 +227,14 @@ def _inputs(measured: Measured, trainer: pd.Series) -> dict[str, str]:
     inputs = {
         "measured": f"{measured.count} x {measured.instance_type}, {measured.step_ms:,.1f} ms",
         "CPU work": f"{work:,.0f} core-ms = {measured.step_ms:,.1f} ms x {hosts}",
-        "on data only": f"{data_work:,.0f} core-ms, the same: the training's own is not known",
+        "on data only": f"{data_work:,.0f} core-ms, the same: the training's share is not known",
         "accelerator floor": floor,
         "network": "not known, taken as no limit",
     }
     cpu = measured.busy_percent
     if not isnan(measured.kept_busy_percent):
-        kept = f" x {cpu:g} % / {measured.kept_busy_percent:g} %, how busy CPUs were and are kept"
-        inputs["CPU work"] += kept
+        kept = f" x {cpu:g} % / {measured.kept_busy_percent:g} %"
+        inputs["CPU work"] += f"{kept}, how busy the CPUs were without and with data hosts"
     if measured.training_share:
         inputs["on data only"] = (
             f"{data_work:,.0f} core-ms = {work:,.0f} core-ms x (1 - {measured.accelerator_ms:,.1f} "
@@ -239,15 +242,15 @@ def _inputs(measured: Measured, trainer: pd.Series) -> dict[str, str]:
             "%)), by the use of the CPUs without data and with it"
         )
     if not isnan(measured.mb_per_step):
-        inputs["network"] = f"{measured.mb_per_step:g} MB x 8 / Gbit/s, of whichever side has less"
+        inputs["network"] = f"{measured.mb_per_step:g} MB x 8 / Gbit/s of the side that has less"
         ranks, each = measured.count * trainer["gpus"], measured.rank_gb_per_s
         inputs["ranks"] = (
             f"{measured.taking_in_ms(trainer['gpus']):,.1f} ms = {measured.mb_per_step:g} MB / "
-            f"({ranks} ranks x {each:g} GB/s), what one takes in"
+            f"({ranks} ranks x {each:g} GB/s), which one rank can receive"
         )
         if each == RANK_GB_PER_S:
             inputs["ranks"] += (
-                " with its DataLoader's workers on one core (benchmarks/README.md); on more cores "
-                "it is more: --rank-gb-per-s"
+                " with its DataLoader's workers on one core (benchmarks/README.md); with more "
+                "cores, give a higher --rank-gb-per-s"
             )
     return inputs

@@ -1,6 +1,4 @@
-"""The cluster of one job: hosts, their share of this machine, and the /opt/ml tree that each of
-them sees.
-"""
+"""The cluster of one job: its hosts, their share of this machine, and each host's /opt/ml tree."""
 
 import json
 import os
@@ -11,7 +9,7 @@ from pathlib import Path
 
 from moto.utilities.utils import load_resource
 
-# As EC2 describes them; moto's module that has this table takes almost a second to import.
+# EC2's descriptions. moto's own module with this table takes almost a second to import.
 INSTANCE_TYPES = load_resource("ec2/resources/instance_types.json")
 
 FIRST_PORT, PORTS_PER_JOB, JOBS_AT_ONCE = 10_000, 50, 400  # below Linux's ephemeral ports (32768)
@@ -19,7 +17,7 @@ FIRST_PORT, PORTS_PER_JOB, JOBS_AT_ONCE = 10_000, 50, 400  # below Linux's ephem
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a job: `name` as on AWS (algo-1...), its loopback address and its cores here."""
+    """One host of a job: its name as on AWS (algo-1...), loopback address and cores here."""
 
     name: str
     group: str
@@ -30,12 +28,12 @@ class Host:
 
     @property
     def opt_ml(self) -> Path:
-        """What the container sees as /opt/ml."""
+        """The folder that the container sees as /opt/ml."""
         return self.tree / "opt" / "ml"
 
 
 def vcpus(instance_type: str) -> int:
-    """vCPUs of an ml. instance type; raises ValueError for one that AWS does not have."""
+    """Return the vCPUs of an ml. instance type; raise ValueError if AWS does not have the type."""
     name = instance_type.removeprefix("ml.")
     if name not in INSTANCE_TYPES:
         raise ValueError(
@@ -45,14 +43,15 @@ def vcpus(instance_type: str) -> int:
 
 
 def has_gpu(instance_type: str) -> bool:
-    """Whether AWS's instance of this type has a GPU, or another accelerator."""
+    """Whether an instance of this type has a GPU or another accelerator on AWS."""
     facts = INSTANCE_TYPES[instance_type.removeprefix("ml.")]
     return bool(facts.get("GpuInfo") or facts.get("NeuronInfo"))
 
 
 def instance_groups(resource_config: dict) -> list[dict]:
-    """The groups of a CreateTrainingJob ResourceConfig; one of AWS's own name for a homogeneous
-    job.
+    """Return the groups of a CreateTrainingJob ResourceConfig.
+
+    A homogeneous job has one group, with the name that AWS uses.
     """
     return resource_config.get("InstanceGroups") or [
         {
@@ -64,16 +63,18 @@ def instance_groups(resource_config: dict) -> list[dict]:
 
 
 def total_vcpus(groups: list[dict]) -> int:
-    """vCPUs of all instances of all groups."""
+    """Return the vCPUs of all instances of all groups."""
     return sum(vcpus(group["InstanceType"]) * group["InstanceCount"] for group in groups)
 
 
 def lock_job_number() -> tuple[int, socket.socket]:
-    """A number that no other local job of this machine has, and the socket that holds it until
-    closed.
+    """Reserve a number that no other local job on this machine has.
 
-    The job's addresses and ports follow from it. A name in Linux's abstract socket namespace
-    serves as the lock: it leaves no file, and the end of the process frees it.
+    The job's addresses and ports follow from the number. The lock is a name in Linux's abstract
+    socket namespace: it leaves no file, and the end of the process frees it.
+
+    Returns:
+        The number, and the socket that holds it until the socket is closed.
     """
     for number in range(JOBS_AT_ONCE):
         lock = socket.socket(socket.AF_UNIX)
@@ -89,7 +90,7 @@ def lock_job_number() -> tuple[int, socket.socket]:
 
 
 def base_port(number: int) -> int:
-    """The first of the PORTS_PER_JOB ports of job `number`."""
+    """Return the first of the PORTS_PER_JOB ports of job `number`."""
     return FIRST_PORT + number * PORTS_PER_JOB
 
 
@@ -105,7 +106,7 @@ def _ports_are_free(number: int) -> bool:
 
 
 def share_of_cores(instance_type: str, scale_vcpus: int) -> int:
-    """How many of this machine's cores an instance gets, at least one.
+    """Return how many of this machine's cores an instance gets, at least one.
 
     All cores together stand for `scale_vcpus` vCPUs.
     """
@@ -113,15 +114,15 @@ def share_of_cores(instance_type: str, scale_vcpus: int) -> int:
 
 
 def shuffled(things: list) -> list:
-    """The same in a random order, whatever seed a program has set."""
+    """Return `things` in a random order that does not depend on any seed."""
     return random.SystemRandom().sample(things, len(things))
 
 
 def plan_hosts(groups: list[dict], scale_vcpus: int, number: int, folder: Path) -> list[Host]:
-    """Name the hosts and share out this machine's cores by the instance types' vCPU ratio.
+    """Name the hosts, and divide this machine's cores among them in proportion to their vCPUs.
 
-    Hosts share cores only when there are fewer cores than hosts. Which host is in which group is
-    random, as on AWS.
+    Every host gets at least one core, so hosts may have to share cores. Hosts are assigned to
+    groups at random, as on AWS.
     """
     available = sorted(os.sched_getaffinity(0))
     types = [
@@ -146,7 +147,7 @@ def plan_hosts(groups: list[dict], scale_vcpus: int, number: int, folder: Path) 
 
 
 def describe_plan(job_name: str, hosts: list[Host]) -> str:
-    """The plan as a table for the notebook."""
+    """Format the plan as a table for the notebook."""
     rows = [("host", "group", "instance type", "cores here", "address")]
     for h in hosts:
         cores = ",".join(map(str, h.cores)) + " (also as GPU)" * has_gpu(h.instance_type)
@@ -160,19 +161,19 @@ def describe_plan(job_name: str, hosts: list[Host]) -> str:
 
 
 def write_configuration(host: Host, hosts: list[Host], request: dict, python: Path) -> None:
-    """Write the host's /opt/ml/input/config and folders exactly as SageMaker does.
+    """Create the host's folders below /opt/ml, and write its input/config as SageMaker does.
 
-    python: the folder of the interpreter that the image has.
+    python: the folder of the Python interpreter that replaces the image's.
 
-    All hosts of a job are "sorted lexicographically", so that algo-10 comes before algo-2. Of the
-    groups and their hosts AWS promises no order: here it is random, and another on each host.
+    The list of all hosts is "sorted lexicographically", so algo-10 comes before algo-2. AWS does
+    not promise an order of the groups and of their hosts, so here each host gets a random one.
     Source:
     docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
     """
     for folder in ("input/config", "input/data", "model", "output/data", "checkpoints"):
         (host.opt_ml / folder).mkdir(parents=True)
     (host.tree / "tmp").mkdir()
-    # The SDK's start-up script does not quote the interpreter's path, which may have spaces.
+    # The interpreter's path may have spaces, and the SDK's start-up script does not quote it.
     (host.tree / "python").symlink_to(python.parent)
     resource_config = {
         "current_host": host.name,
@@ -187,7 +188,7 @@ def write_configuration(host: Host, hosts: list[Host], request: dict, python: Pa
             }
             for group in shuffled(instance_groups(request["ResourceConfig"]))
         ],
-        "network_interface_name": "lo",  # eth0 on AWS; here the hosts are loopback addresses
+        "network_interface_name": "lo",  # eth0 on AWS; here the hosts have loopback addresses
     }
     input_data_config = {
         channel["ChannelName"]: {
@@ -207,7 +208,7 @@ def write_configuration(host: Host, hosts: list[Host], request: dict, python: Pa
 
 
 def channels_of(host: Host, request: dict) -> list[dict]:
-    """The channels of the job that this host's instance group gets."""
+    """Return the channels of the job that this host's instance group gets."""
     chosen = []
     for channel in request.get("InputDataConfig") or []:
         groups = channel["DataSource"]["S3DataSource"].get("InstanceGroupNames")
@@ -217,39 +218,39 @@ def channels_of(host: Host, request: dict) -> list[dict]:
 
 
 def input_mode(channel: dict, request: dict) -> str:
-    """File, FastFile or Pipe: the channel's own mode counts before that of the algorithm."""
+    """Return File, FastFile or Pipe: the channel's own mode, or else the algorithm's."""
     return channel.get("InputMode") or request["AlgorithmSpecification"]["TrainingInputMode"]
 
 
 def rewrite(text: str, host: Host) -> str:
-    """`text` with /opt/ml replaced by the host's own tree, as a container's file system does."""
+    """Replace /opt/ml in `text` with the path of the host's own tree."""
     return text.replace("/opt/ml", str(host.opt_ml))
 
 
 def host_environment(
     host: Host, hosts: list[Host], request: dict, number: int, arn: str, region: str
 ) -> dict:
-    """The environment of the host's PID 1: the job's own variables, and never the user's."""
+    """Return the environment of the host's PID 1: the job's variables, and none of the user's."""
     return {
         "PATH": f"{host.tree}/python/bin:/usr/local/bin:/usr/bin:/bin",
-        # As AWS's images have it: each line of a Python program is in the log when it is printed.
+        # As in AWS's images: a Python program's lines reach the log as soon as they are printed.
         "PYTHONUNBUFFERED": "1",
         "LANG": "C.UTF-8",
         "HOME": str(host.tree),
         "TMPDIR": str(host.tree / "tmp"),
         "AWS_REGION": region,
-        "AWS_EC2_METADATA_DISABLED": "true",  # no look for credentials of the machine
+        "AWS_EC2_METADATA_DISABLED": "true",  # boto3 must not use the machine's own credentials
         **(request.get("Environment") or {}),
-        # pip in a job may verify its requirements, not change the user's environment.
+        # In a job, pip may check its requirements, but not change the user's environment.
         "PIP_NO_INDEX": "1",
-        "PIP_DRY_RUN": "1",  # a path or an address in requirements.txt needs no index
+        "PIP_DRY_RUN": "1",  # for paths and URLs in requirements.txt, which need no index
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_ROOT_USER_ACTION": "ignore",
         "TRAINING_JOB_NAME": request["TrainingJobName"],
         "TRAINING_JOB_ARN": arn,
         "SAGEMAKER_BASE_DIR": str(host.opt_ml),
-        # Where the hosts are on this machine; absent on AWS, where their names resolve.
+        # The hosts' addresses on this machine. Absent on AWS, where the hosts' names resolve.
         "LOCAL_SAGEMAKER": json.dumps(
             {"addresses": {h.name: h.address for h in hosts}, "base_port": base_port(number)}
         ),

@@ -1,11 +1,11 @@
-"""Keeps this process's AWS settings out of the way while AWS is this machine."""
+"""Set this process's AWS settings aside while this machine replaces AWS."""
 
 import contextlib
 import os
 from collections.abc import Iterator
 
 REGION = "us-east-1"
-# Settings that would lead the SDK or boto3 out of this machine, or bring in someone's defaults.
+# Settings that would make the SDK or boto3 leave this machine or use somebody's defaults.
 SET_ASIDE = {
     "AWS_PROFILE": None,
     "AWS_DEFAULT_PROFILE": None,
@@ -21,7 +21,7 @@ SET_ASIDE = {
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """While it is open, the environment leads boto3 and the SDK nowhere but to the mock."""
+    """Within the context, change the environment so that boto3 and the SDK find only the mock."""
     endpoints = {name: None for name in os.environ if name.startswith("AWS_ENDPOINT_URL_")}
     ours = {**SET_ASIDE, **endpoints}
     before = {name: os.environ.get(name) for name in ours}

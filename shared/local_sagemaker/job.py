@@ -1,4 +1,4 @@
-"""The life of one training job, as DescribeTrainingJob and CloudWatch tell it."""
+"""One training job, from its start to its end, as DescribeTrainingJob and CloudWatch show it."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from . import cluster, supervisor
 LOG_GROUP = METRIC_NAMESPACE = "/aws/sagemaker/TrainingJobs"  # AWS uses one name for both
 SYNC_CHECKPOINTS_SECONDS = 2.0
 LONGEST_REASON = 1024
-MOST_READ = 4 << 20  # bytes of events at a time: a host may print faster than we pass on
+MOST_READ = 4 << 20  # bytes of events read at once: a host may print faster than we forward
 DEFAULT_MAX_RUNTIME_SECONDS = 86_400  # API reference of StoppingCondition
 STATUS_MESSAGES = {
     "Starting": "Preparing the instances for training",
@@ -41,14 +41,14 @@ STATUS_MESSAGES = {
 
 
 class JobFailed(Exception):
-    """Ends the job; the message is its FailureReason."""
+    """Raised to end the job; the message becomes its FailureReason."""
 
 
 class Job(threading.Thread):
-    """Runs one job in the background and keeps `record`, moto's training job, up to date.
+    """Run one job in the background, and keep `record`, moto's training job, up to date.
 
-    `record` is what DescribeTrainingJob answers with; `request` is the CreateTrainingJob request;
-    `python` and `container` stand for the image, as `start` says.
+    DescribeTrainingJob returns `record`; `request` is the CreateTrainingJob request; `python` (the
+    interpreter's folder) and `container` replace the image: see `session.start`.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Job(threading.Thread):
         record.secondary_status_transitions, record.final_metric_data_list = [], []
         self.enter("Starting")
 
-        # The user's thread stops and abandons jobs, this thread runs them: this guards both the
-        # status and the pipe to the supervisor.
+        # The user's thread stops and abandons the job while this thread runs it. The lock guards
+        # the status and the pipe to the supervisor.
         self.guard = threading.RLock()
         self.stop_asked = self.abandoned = self.planned = False
-        # Made in the thread that creates the job: boto3's default session is not thread-safe.
+        # Created in the user's thread: boto3's default session is not thread-safe.
         self.s3 = boto3.client("s3", region_name=region)
         self.logs = boto3.client("logs", region_name=region)
         self.cloudwatch = boto3.client("cloudwatch", region_name=region)
@@ -88,20 +88,20 @@ class Job(threading.Thread):
         self.folder = Path(tempfile.mkdtemp(prefix="local-sagemaker-"))
         groups = cluster.instance_groups(request["ResourceConfig"])
         self.hosts = cluster.plan_hosts(groups, scale_vcpus, self.number, self.folder)
-        # From here on the folder goes when this process does, whatever its end.
+        # From here on, the supervisor removes the folder when this process ends, even in a crash.
         self.supervisor = subprocess.Popen(
             [sys.executable, supervisor.__file__],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C in the kernel's terminal is not for the job
+            start_new_session=True,  # Ctrl-C in the kernel's terminal must not reach the job
         )
         self.tell_supervisor(str(self.folder))
 
-    # ---- what the user's thread does
+    # ---- called by the user's thread
 
     def stop(self) -> bool:
-        """StopTrainingJob; False when the job has ended."""
+        """Stop the job, as StopTrainingJob does; return False if it has already ended."""
         with self.guard:
             if self.record.training_job_status == "InProgress":
                 self.record.training_job_status, self.stop_asked = "Stopping", True
@@ -118,14 +118,14 @@ class Job(threading.Thread):
         self.join()
 
     def tell_supervisor(self, line: str) -> None:
-        """Send a line to the supervisor, unless it has ended: then this thread finds out."""
+        """Send a line to the supervisor; if the supervisor has ended, `_follow` notices it."""
         with self.guard:
             try:
                 self.supervisor.stdin.write(line.encode() + b"\n")
             except (BrokenPipeError, ValueError):
                 return
 
-    # ---- what DescribeTrainingJob tells
+    # ---- what DescribeTrainingJob returns
 
     def enter(self, status: str, message: str = "") -> None:
         """Move the job to a secondary status."""
@@ -137,7 +137,7 @@ class Job(threading.Thread):
         self.record.secondary_status, self.record.last_modified_time = status, now
 
     def finish(self, status: str, secondary: str, reason: str = "") -> None:
-        """End the job; the status changes last, when all that a reader may look at is there."""
+        """End the job; set the status last, so that readers who see it find the rest complete."""
         record = self.record
         with self.guard:
             record.training_end_time = end = datetime.now(timezone.utc)
@@ -151,13 +151,13 @@ class Job(threading.Thread):
     # ---- the job itself
 
     def run(self) -> None:
-        """Download, train and upload; whatever goes wrong ends the job with a reason."""
+        """Download, train and upload; any error ends the job with a failure reason."""
         self.record.training_start_time = datetime.now(timezone.utc)
         try:
             self.finish(*self._run())
         except JobFailed as error:
             self.finish("Failed", "Failed", str(error))
-        except Exception as error:  # a thread has nobody above it: the job carries the message
+        except Exception as error:  # nobody would catch it in a thread: the job has the message
             if self.abandoned:
                 self.finish("Stopped", "Stopped")
             else:
@@ -170,12 +170,12 @@ class Job(threading.Thread):
             self.supervisor.stderr.close()
             self.supervisor.wait()
             for host in self.hosts:
-                supervisor.kill_container(str(host.opt_ml))  # had the supervisor itself been killed
+                supervisor.kill_container(str(host.opt_ml))  # in case the supervisor was killed
             shutil.rmtree(self.folder, ignore_errors=True)
             self.lock.close()
 
     def _run(self) -> tuple[str, str]:
-        """Return the status and the secondary status that the job ends with."""
+        """Run the job; return the status and the secondary status that it ends with."""
         self.enter("Downloading")
         for host in self.hosts:
             cluster.write_configuration(host, self.hosts, self.request, self.python)
@@ -199,11 +199,11 @@ class Job(threading.Thread):
         self._upload()
         if end["end"] == "max_runtime_exceeded":
             return "Stopped", "MaxRuntimeExceeded"
-        # A job that ends by itself while it is being stopped is a stopped one.
+        # A job that ends by itself while it is being stopped counts as stopped.
         return ("Stopped", "Stopped") if self.stop_asked else ("Completed", "Completed")
 
     def _plan(self) -> dict:
-        """What the supervisor needs to know."""
+        """Return the plan that the supervisor runs."""
         specification = self.request["AlgorithmSpecification"]
         arguments = specification.get("ContainerArguments") or []
         command = specification["ContainerEntrypoint"] + arguments
@@ -234,7 +234,7 @@ class Job(threading.Thread):
         }
 
     def _own(self, text: str, host: cluster.Host) -> str:
-        """`text` for this host: without a container, its /opt/ml is elsewhere."""
+        """Adapt `text` to this host, whose /opt/ml is elsewhere if there is no container."""
         return text if self.container else cluster.rewrite(text, host)
 
     def _download(self) -> None:
@@ -244,7 +244,7 @@ class Job(threading.Thread):
                 self._copy_from_s3(channel["DataSource"]["S3DataSource"]["S3Uri"], target)
                 if channel["ChannelName"] == "sm_drivers":
                     for path in filter(Path.is_file, target.rglob("*")):
-                        if b"\0" not in path.read_bytes():  # not a compiled file
+                        if b"\0" not in path.read_bytes():  # skip binary files
                             path.write_text(self._own(path.read_text(), host))
             if checkpoints := self.request.get("CheckpointConfig"):
                 target = self._checkpoint_folder(host)
@@ -252,7 +252,7 @@ class Job(threading.Thread):
                 self._copy_from_s3(checkpoints["S3Uri"], target, may_be_empty=True)
 
     def _copy_from_s3(self, uri: str, target: Path, may_be_empty: bool = False) -> None:
-        """Copy all objects under the prefix `uri`, named as SageMaker names them."""
+        """Copy all objects under the prefix `uri`, with the file names that SageMaker uses."""
         bucket, prefix = urlparse(uri).netloc, urlparse(uri).path.lstrip("/")
         found = False
         pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
@@ -270,7 +270,7 @@ class Job(threading.Thread):
             )
 
     def _follow(self) -> dict:
-        """Pass the hosts' output and CPU use on to CloudWatch; return the job's end event."""
+        """Forward the hosts' output and CPU use to CloudWatch; return the job's end event."""
         started, streams = int(time.time()), {}
         for host in self.hosts:
             streams[host.name] = name = f"{self.job_name}/{host.name}-{started}"
@@ -290,7 +290,7 @@ class Job(threading.Thread):
         raise RuntimeError(f"the process that runs the hosts ended: {why[-1]}")
 
     def _event_batches(self) -> Iterator[list[dict]]:
-        """The supervisor's events as they come, a few times a second, until it ends."""
+        """Yield the supervisor's new events a few times a second, until it ends."""
         path, unread = self.folder / "events.jsonl", b""
         while not path.exists() and self.supervisor.poll() is None:
             time.sleep(0.02)
@@ -305,7 +305,7 @@ class Job(threading.Thread):
                     time.sleep(0.2)
 
     def _put_logs(self, name: str, events: list[dict]) -> None:
-        for start in range(0, len(events), 1000):  # AWS takes 10,000 events or 1 MB a call
+        for start in range(0, len(events), 1000):  # AWS accepts 10,000 events or 1 MB a call
             messages = [
                 {"timestamp": int(e["time"] * 1000), "message": e["log"] or " "}
                 for e in events[start : start + 1000]
@@ -317,7 +317,7 @@ class Job(threading.Thread):
         for event in events:
             if "cpu_utilization" in event:
                 host = {"Name": "Host", "Value": f"{self.job_name}/{event['host']}"}
-                # As in CloudWatch, a value bears the time at which its period begins.
+                # As in CloudWatch, a value's timestamp is the start of its period.
                 self._put_metric("CPUUtilization", host, event["since"], event["cpu_utilization"])
             for name, regex in self.metrics:
                 match = regex.search(event.get("log", ""))
@@ -336,8 +336,8 @@ class Job(threading.Thread):
         self.cloudwatch.put_metric_data(Namespace=METRIC_NAMESPACE, MetricData=[data])
 
     def _failure_reason(self, end: dict) -> str:
-        # AWS doesn't document whose file counts: here it is the one of the host that failed first,
-        # or another's if that host was killed before it could write one.
+        # AWS does not document which host's file counts. Here it is that of the host that failed
+        # first, or another host's if the first one has none.
         texts = []
         for host in sorted(self.hosts, key=lambda host: host.name != end["failed_host"]):
             failure = host.opt_ml / "output" / "failure"
@@ -346,7 +346,7 @@ class Job(threading.Thread):
         return f"AlgorithmError: {text}, exit code: {end['exit_code']}"
 
     def _checkpoint_folder(self, host: cluster.Host) -> Path:
-        """Where the host's checkpoints are: LocalPath, by default /opt/ml/checkpoints."""
+        """Return the host's folder for checkpoints: LocalPath, by default /opt/ml/checkpoints."""
         path = self.request["CheckpointConfig"].get("LocalPath", "/opt/ml/checkpoints")
         return Path(cluster.rewrite(path, host))
 
@@ -366,13 +366,13 @@ class Job(threading.Thread):
                     key = f"{uri.path.strip('/')}/{name}"
                     self.s3.upload_file(str(path), uri.netloc, key)
                 except FileNotFoundError:
-                    continue  # replaced while we looked: the next round has it
+                    continue  # the file has just been replaced: the next sync copies it
                 self.synced[host.name, name] = state
 
     def _upload(self) -> None:
-        """Put model.tar.gz and output.tar.gz where AWS puts them.
+        """Upload model.tar.gz and output.tar.gz to where AWS puts them.
 
-        The latter has what is in /opt/ml/output/data (source: the SDK's ModelTrainer.output_data).
+        output.tar.gz has /opt/ml/output/data's files (source: the SDK's ModelTrainer.output_data).
         """
         output = self.request["OutputDataConfig"]["S3OutputPath"].rstrip("/")
         for folder, archive_name in (("model", "model.tar.gz"), ("output/data", "output.tar.gz")):
@@ -392,7 +392,7 @@ class Job(threading.Thread):
 
 
 def _number(text: str) -> float | None:
-    """The number that a metric's regular expression has found, or None if it is not one."""
+    """Convert what a metric's regular expression found; return None if it is not finite."""
     try:
         value = float(text)
     except ValueError:

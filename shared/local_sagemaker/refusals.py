@@ -1,6 +1,6 @@
-"""What SageMaker refuses before anything starts, and what this machine cannot do.
+"""Refuse requests that SageMaker refuses before anything starts, or that this machine cannot run.
 
-The first kind is in AWS's words where a public source has them; the second says so.
+The messages of the first kind use AWS's words if a public source has them.
 """
 
 import re
@@ -13,7 +13,7 @@ MOST_INSTANCE_GROUPS = 5  # botocore's model of ResourceConfig.InstanceGroups sa
 
 
 def check(request: dict, arn_of_existing_job: str | None) -> None:
-    """Raise the error that CreateTrainingJob answers with, if any."""
+    """Raise the error that CreateTrainingJob returns, if any."""
     if arn_of_existing_job:
         raise ResourceInUseException(
             "Training job names must be unique within an AWS account and region, "
@@ -62,7 +62,7 @@ def _check_channels(request: dict) -> None:
         name, source = channel["ChannelName"], channel["DataSource"].get("S3DataSource")
         if source is None:
             raise AWSValidationException(
-                f"Channel {name!r} is not on S3; the local SageMaker reads S3 only."
+                f"Channel {name!r} is not on S3; the local SageMaker reads only S3."
             )
         own_groups = source.get("InstanceGroupNames") or []
         (assigned if own_groups else unassigned).append(name)
@@ -82,8 +82,8 @@ def _check_local_limits(request: dict) -> None:
     for name, value in (request.get("HyperParameters") or {}).items():
         if "'" in value:
             raise AWSValidationException(
-                f"Hyperparameter {name!r} has an apostrophe: AWS would accept it, and the SDK's "
-                "start-up script break on it (export SM_HP_...='...'). Leave it out."
+                f"Hyperparameter {name!r} has an apostrophe: AWS would accept it, but the SDK's "
+                "start-up script would break on it (export SM_HP_...='...'). Remove it."
             )
     specification = request.get("AlgorithmSpecification") or {}
     if not specification.get("ContainerEntrypoint"):
@@ -98,14 +98,14 @@ def _check_local_limits(request: dict) -> None:
                 raise re.error("it has no group")
         except re.error as error:
             raise AWSValidationException(
-                f"Metric {name!r}: the regular expression {regex!r} cannot be used, {error}."
+                f"Metric {name!r}: the regular expression {regex!r} cannot be used: {error}."
             ) from None
     for channel in request.get("InputDataConfig") or []:
         name, source = channel["ChannelName"], channel["DataSource"]["S3DataSource"]
         only = {
             "its mode": (cluster.input_mode(channel, request), ["File", "FastFile"]),
             "S3DataType": (source["S3DataType"], ["S3Prefix"]),
-            # AWS does not say among which hosts it shards where there are instance groups.
+            # AWS does not say which hosts share the data if there are instance groups.
             "S3DataDistributionType": (source.get("S3DataDistributionType"), ["FullyReplicated"]),
             "CompressionType": (channel.get("CompressionType"), ["None"]),
             "RecordWrapperType": (channel.get("RecordWrapperType"), ["None"]),
@@ -113,6 +113,6 @@ def _check_local_limits(request: dict) -> None:
         for setting, (given, known) in only.items():
             if given not in (None, *known):
                 raise AWSValidationException(
-                    f"Channel {name!r}: {setting} is {given}, which AWS has, but the local "
-                    f"SageMaker does not: for a local run set {' or '.join(known)}."
+                    f"Channel {name!r}: {setting} is {given}, which the local SageMaker does not "
+                    f"support, although AWS does: for a local run set {' or '.join(known)}."
                 )

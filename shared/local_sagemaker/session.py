@@ -1,4 +1,4 @@
-"""The session in which this process's AWS is this machine: moto, completed by training jobs."""
+"""The session in which this machine replaces AWS: moto, plus training jobs that really run."""
 
 import contextlib
 import gc
@@ -27,15 +27,18 @@ from .job import LOG_GROUP, Job
 
 ROLE_NAME = "LocalSageMakerRole"
 OWN_PYTHON = Path(sys.executable).parent
-# A socket's name may have 107 characters. Python's own, for worker processes and shared memory, are
-# in a host's temporary folder.
+# A socket's path can have at most 107 characters. Python creates sockets for worker processes and
+# shared memory in a host's temporary folder; this is the longest path below TMPDIR.
 SOCKET = "/local-sagemaker-12345678/algo-10/tmp/pymp-12345678/listener-12345678"
 LONGEST_TMPDIR = 107 - len(SOCKET)
 _active: "LocalSageMaker | None" = None
 
 
 class LocalSageMaker:
-    """What `start()` gives: `role` is the ARN of an execution role; `stop()` ends all of it."""
+    """The session that `start()` returns.
+
+    `role` is the ARN of an execution role; `stop()` ends the session.
+    """
 
     def __init__(
         self,
@@ -55,21 +58,21 @@ class LocalSageMaker:
 
     def __exit__(self, *error: object) -> None:
         if self.started_again:
-            self.started_again -= 1  # a session that was there before the block goes on after it
+            self.started_again -= 1  # the session existed before the block, so it continues
         else:
             self.stop()
 
     def cores(self, instance_type: str) -> int:
-        """How many of this machine's cores an instance gets; on AWS it has its type's vCPUs.
+        """Return how many of this machine's cores stand for an instance's vCPUs.
 
-        Raises ValueError before the largest cluster is known, and for an unknown type.
+        Raises ValueError if the largest cluster is not known yet, or if the type is unknown.
         """
         if not self.scale_vcpus:
             raise ValueError("Name the largest cluster first: local_sagemaker.start({type: count})")
         return cluster.share_of_cores(instance_type, self.scale_vcpus)
 
     def stop(self) -> None:
-        """Kill the jobs that still run and end the session; clients made in it stay unusable."""
+        """Kill the jobs that still run and end the session; its clients do not work any more."""
         global _active
         for job in self.jobs.values():
             job.abandon()
@@ -81,7 +84,7 @@ class LocalSageMaker:
         # Never undone: a client that outlives the session must not reach AWS.
         BotocoreStubber.__call__ = _answer_or_refuse
         for session in _instances(botocore.session.Session):
-            session.unregister("before-send", botocore_stubber)  # else it would answer twice
+            session.unregister("before-send", botocore_stubber)  # otherwise it answers twice
             session.register("before-send", botocore_stubber)
         self._undo.enter_context(moto.mock_aws())
         create = SageMakerResponse.create_training_job
@@ -121,15 +124,16 @@ class LocalSageMaker:
                 self.container,
             )
         except BaseException:
-            del backend.training_jobs[name]  # which moto has as Completed
+            del backend.training_jobs[name]  # moto has recorded it as Completed
             raise
         print(cluster.describe_plan(name, job.hosts))
         channels = request.get("InputDataConfig") or []
         fast = [c["ChannelName"] for c in channels if cluster.input_mode(c, request) == "FastFile"]
         if fast:
             print(
-                f"FastFile of {', '.join(fast)}: here it is downloaded before the job starts, as "
-                "by File; on AWS files are read from S3 when they are used, and are read-only."
+                f"FastFile channels ({', '.join(fast)}): here, files are downloaded before the job "
+                "starts, as in File mode. On AWS, they are read from S3 when they are used, and "
+                "are read-only."
             )
         self.jobs[name] = job
         job.start()
@@ -153,21 +157,26 @@ def start(
     images: Mapping[str, str | Path] = MappingProxyType({}),
     container: Sequence[str] = (),
 ) -> LocalSageMaker:
-    """Make this process's AWS this machine, until `stop()` or the end of the process.
+    """Replace AWS with this machine in this process, until `stop()` or the end of the process.
 
-    largest_cluster: instances by type of the largest cluster that will run, for example
-    {"ml.c5.9xlarge": 1, "ml.g5.2xlarge": 1}. It fixes how many cores an instance gets, so that
-    jobs of different size can be compared; without it the first job stands for the whole machine.
-    images: the folder of the Python environment that stands for a training image, by the image's
-    URI; default: this process's own environment.
-    container: a program that runs the command after it as a container would, with /opt/ml in its
-    place; default: the hosts are processes like others. tests/containers/container.py is one.
+    If a session runs already, this returns it, with its images and container unchanged.
 
-    Called again in the same process it returns the session that runs, whose images and container
-    stay. Raises RuntimeError where AWS clients exist already (they would still reach AWS), where
-    another largest cluster is asked for after jobs have run, where the name of the folder for
-    temporary files is too long, and on systems other than Linux; ValueError for an unknown instance
-    type, and for an image whose environment has no Python.
+    Args:
+        largest_cluster: The largest cluster that will run, as counts of instances by type, such as
+            {"ml.c5.9xlarge": 1, "ml.g5.2xlarge": 1}. It determines how many cores an instance gets,
+            so that jobs of different sizes can be compared. By default, the first job gets the
+            whole machine.
+        images: The folder of the Python environment that replaces a training image, by the image's
+            URI. By default, this process's own environment.
+        container: A command that runs another command, given as its arguments, as a container
+            does, with its own /opt/ml; tests/containers/container.py is one. By default, hosts are
+            ordinary processes.
+
+    Raises:
+        RuntimeError: AWS clients already exist (they would still reach AWS), jobs have run with
+            another largest cluster, the path of the temporary folder is too long, or the system
+            is not Linux.
+        ValueError: an instance type is unknown, or an image's environment has no Python.
     """
     global _active
     for image, environment in images.items():
@@ -177,8 +186,8 @@ def start(
         scale_vcpus = _vcpus_of(largest_cluster) or _active.scale_vcpus
         if _active.jobs and scale_vcpus != _active.scale_vcpus:
             raise RuntimeError(
-                "Jobs have run on another scale than this largest cluster's, so later ones could "
-                "not be compared with them. Restart the kernel to change it."
+                "Jobs have already run with another largest cluster, so later jobs could not be "
+                "compared with them. Restart the kernel to change the largest cluster."
             )
         _active.scale_vcpus = scale_vcpus
         _active.started_again += 1
@@ -190,16 +199,17 @@ def start(
         )
     if len(folder := tempfile.gettempdir()) > LONGEST_TMPDIR:
         raise RuntimeError(
-            f"The folder for temporary files, {folder}, has too long a name for sockets in the "
-            f"hosts' own: set TMPDIR to one of at most {LONGEST_TMPDIR} characters, such as /tmp."
+            f"The path of the temporary folder, {folder}, is too long for the sockets that hosts "
+            f"create below it: set TMPDIR to a path of at most {LONGEST_TMPDIR} characters, such "
+            "as /tmp."
         )
-    guarded = BotocoreStubber.__call__ is _answer_or_refuse  # by an earlier session
+    guarded = BotocoreStubber.__call__ is _answer_or_refuse  # an earlier session set this
     clients = [] if guarded else _instances(botocore.client.BaseClient)
     if clients:
         raise RuntimeError(
             f"This process already has AWS clients ({clients[0].meta.service_model.service_name}, "
-            "...), which would still reach AWS. Restart the kernel and start the local SageMaker "
-            "first."
+            "...), which would still reach AWS. Restart the kernel, and call "
+            "local_sagemaker.start() first."
         )
     session = LocalSageMaker(largest_cluster, images, container)
     try:
@@ -217,8 +227,9 @@ def _vcpus_of(instances: dict[str, int] | None) -> int:
 
 
 def _instances(kind: type) -> list:
-    """All objects of a class in this process. (isinstance would trip over dead weak references.)"""
+    """Return all objects of a class in this process."""
     gc.collect()
+    # Not isinstance: it raises ReferenceError for a weakref.proxy whose object is gone.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
@@ -226,19 +237,19 @@ _moto_answer = BotocoreStubber.__call__
 
 
 def _answer_or_refuse(stubber: BotocoreStubber, event_name: str, request, **kwargs):
-    """moto's answer to a request; where it has none, botocore would go on to the network."""
+    """Return moto's answer to a request; raise if it has none, so that nothing reaches AWS."""
     answer = _moto_answer(stubber, event_name, request, **kwargs)
     if answer is None:
         raise RuntimeError(
-            f"The local SageMaker let no request out to {request.url.split('?')[0]}: either "
-            "nothing on this "
-            "machine answers it, or its session has ended. Restart the kernel to use AWS."
+            f"The local SageMaker blocked a request to {request.url.split('?')[0]}: either "
+            "nothing on this machine answers it, or the session has ended. Restart the kernel to "
+            "use AWS."
         )
     return answer
 
 
 def allow_everything(response: IamResponse) -> ActionResult:
-    """Answer SimulatePrincipalPolicy, which the SDK asks before it accepts a role."""
+    """Answer SimulatePrincipalPolicy, which the SDK calls to check a role."""
     actions = response._get_param("ActionNames")
     results = [{"EvalActionName": action, "EvalDecision": "allowed"} for action in actions]
     return ActionResult({"EvaluationResults": results, "IsTruncated": False})

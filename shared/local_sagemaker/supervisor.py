@@ -1,20 +1,20 @@
-"""Runs the hosts of one training job as processes of this machine, and leaves nothing behind.
+"""Run the hosts of one training job as processes on this machine, and clean up afterwards.
 
-A process of its own, so that a job outlives neither the notebook kernel nor a crash of it. It
-reads lines from standard input, which the kernel keeps open: the job's folder, then the plan
-(JSON), later `stop` for StopTrainingJob, and `quit` when the kernel has collected the job's files.
-On `quit`, at the end of the input, or when the kernel is gone, it kills every host and removes the
-folder.
+The supervisor is a separate process, so that it can end the job when the notebook kernel ends or
+crashes. It reads lines from standard input, which the kernel keeps open: the job's folder, then the
+plan (JSON), later `stop` for StopTrainingJob, and `quit` when the kernel has collected the job's
+files. On `quit`, at the end of the input, or when the kernel is gone, it kills every host and
+removes the folder.
 
-What happens is written to `<folder>/events.jsonl`, one JSON object a line, for the kernel to
-follow: a file, so that a busy kernel never holds up a host that prints.
+It writes events to `<folder>/events.jsonl`, one JSON object a line, and the kernel reads them from
+there. It uses a file because a busy kernel must not block a host that prints.
 
-SageMaker's rules, as far as they show from inside a container:
-- only PID 1 of a container gets SIGTERM, and Linux drops it when PID 1 has no handler for it;
-- PID 1 becomes the parent of what others in its container leave behind;
-- when PID 1 exits, all other processes of its container are killed;
-- a host that exits non-zero fails the job, and the others are told to end;
-- 120 seconds after SIGTERM comes SIGKILL (API reference of StopTrainingJob).
+It follows SageMaker's rules as they appear from inside a container:
+- Only PID 1 of a container gets SIGTERM, and Linux drops the signal if PID 1 has no handler for it.
+- PID 1 becomes the parent of orphaned processes in its container.
+- When PID 1 exits, all other processes of its container are killed.
+- A host that exits with a non-zero status fails the job, and the other hosts get SIGTERM.
+- 120 seconds after SIGTERM, hosts that still run get SIGKILL (API reference of StopTrainingJob).
 """
 
 import ctypes
@@ -36,15 +36,15 @@ import psutil
 SECONDS_FROM_SIGTERM_TO_SIGKILL = 120
 CPU_SAMPLE_SECONDS = 1.0
 SECONDS_TO_DRAIN = 2.0
-LINE_END = re.compile(rb"\r?\n|\r")  # progress bars, like tqdm's, print `\r` between their states
-LONGEST_LINE = 128 * 1024  # bytes; a longer one becomes several events
-COMMAND_NOT_FOUND = 127  # the exit status that shells and container runtimes give it
+LINE_END = re.compile(rb"\r?\n|\r")  # progress bars, such as tqdm's, print `\r` at each update
+LONGEST_LINE = 128 * 1024  # bytes; a longer line becomes several events
+COMMAND_NOT_FOUND = 127  # the exit status that shells and container runtimes use for this
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 @dataclass
 class RunningHost:
-    """One running host: its PID 1, what it has printed so far, and how it ended."""
+    """One running host: its PID 1, its unfinished line of output, its CPU use and exit code."""
 
     name: str
     base_dir: str
@@ -60,18 +60,18 @@ class RunningHost:
 
 
 class Kernel:
-    """The notebook kernel's end of our standard input."""
+    """The notebook kernel, which writes to our standard input."""
 
     def __init__(self):
         self.pid = os.getppid()
         self.pipe = io.FileIO(0)  # unbuffered, so that `select` sees every line
 
     def is_gone(self) -> bool:
-        """Whether the kernel has ended. A process that it forked may still hold the pipe open."""
+        """Whether the kernel has ended; a process that it forked may still keep the pipe open."""
         return os.getppid() != self.pid
 
     def next_line(self) -> bytes:
-        """Wait for a line; b"quit" when there will be none."""
+        """Wait for a line and return it; return b"quit" if there will be none."""
         while not self.is_gone():
             if select.select([self.pipe], [], [], 0.2)[0]:
                 return self.pipe.readline().strip() or b"quit"
@@ -82,7 +82,7 @@ class Events:
     """The job's events, appended to a file that the kernel follows."""
 
     def __init__(self, folder: Path):
-        self.file = open(folder / "events.jsonl", "a", buffering=1)  # noqa: SIM115  (for good)
+        self.file = open(folder / "events.jsonl", "a", buffering=1)  # noqa: SIM115 (stays open)
 
     def write(self, **event) -> None:
         """Add an event, with its time in seconds since 1970."""
@@ -90,9 +90,9 @@ class Events:
 
 
 def start_host(plan: dict) -> RunningHost:
-    """Start the host's entry point on its cores, with the job's environment and no other.
+    """Start the host's entry point on its cores, with only the job's environment variables.
 
-    Raises OSError when there is no such command.
+    Raises OSError if the command does not exist or cannot be executed.
     """
     os.sched_setaffinity(0, plan["cores"])  # children inherit it
     libc = ctypes.CDLL(None)
@@ -109,14 +109,14 @@ def start_host(plan: dict) -> RunningHost:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        # Safe although it runs between fork and exec: this process has one thread.
+        # Python code between fork and exec is safe here: this process has only one thread.
         preexec_fn=become_pid_1,
     )
     return RunningHost(plan["name"], plan["base_dir"], plan["cores"], plan["vcpus"], process)
 
 
 def read_output(host: RunningHost, events: Events) -> None:
-    """Turn what the host has printed into one event a line, and notice when its output ends."""
+    """Write one event for each line that the host has printed; notice when its output ends."""
     data = os.read(host.process.stdout.fileno(), 1 << 16)
     host.output_open = bool(data)
     *lines, host.unfinished_line = LINE_END.split(host.unfinished_line + data)
@@ -128,7 +128,7 @@ def read_output(host: RunningHost, events: Events) -> None:
 
 
 def kill_container(base_dir: str) -> None:
-    """SIGKILL every process whose environment names this host's /opt/ml, whatever its session."""
+    """SIGKILL every process whose environment names this host's /opt/ml, in any session."""
     mark = f"SAGEMAKER_BASE_DIR={base_dir}"
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -136,11 +136,11 @@ def kill_container(base_dir: str) -> None:
             if mark in environment.split("\0") and int(pid) != os.getpid():
                 os.kill(int(pid), signal.SIGKILL)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # gone meanwhile, or another user's
+            continue  # it has ended, or belongs to another user
 
 
 def kill_descendants() -> None:
-    """SIGKILL what is left below this process, such as a daemon that cleared its environment."""
+    """SIGKILL all remaining descendants, such as a daemon that cleared its environment."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             if child.is_running():
@@ -149,7 +149,7 @@ def kill_descendants() -> None:
 
 
 def send_sigterm(host: RunningHost) -> None:
-    """Send SIGTERM to PID 1, which never sees it unless it has a handler, as in a container."""
+    """Send SIGTERM to PID 1 if it has a handler; in a container, Linux drops it otherwise."""
     status = Path("/proc", str(host.process.pid), "status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
     if int(caught.split()[1], 16) & (1 << (signal.SIGTERM - 1)):
@@ -165,7 +165,7 @@ def sample_cpu(host: RunningHost, events: Events) -> None:
             times = process.cpu_times()
             seconds += times.user + times.system + times.children_user + times.children_system
     except psutil.NoSuchProcess:
-        return  # ended while we looked: the next sample has it
+        return  # a process has just ended: the next sample covers this time
     now = time.monotonic()
     period = now - host.cpu_sampled_at
     share = (seconds - host.cpu_seconds) / (period * len(host.cores))
@@ -175,7 +175,10 @@ def sample_cpu(host: RunningHost, events: Events) -> None:
 
 
 def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
-    """Run the job to its end, write the `end` event, return True; False when told to quit."""
+    """Run the job to its end, write the `end` event and return True; return False if told to quit.
+
+    It also returns False if the kernel is gone.
+    """
     events = Events(folder)
     deadline = time.monotonic() + plan["max_runtime_seconds"]
     kill_at, cause, first_failed = None, "completed", None
@@ -212,7 +215,7 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
                 if host.exit_code != 0 and kill_at is None:
                     end_now, first_failed = "failed", host
             if now > host.drained_by:
-                host.output_open = False  # held by a process that hides; it dies with us
+                host.output_open = False  # a daemon holds it; kill_descendants kills that
         if now >= deadline and kill_at is None:
             end_now = "max_runtime_exceeded"
         if end_now and kill_at is None:
@@ -238,10 +241,10 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
 
 
 def main() -> None:
-    """Run the job, and in any case kill every process of it and remove its folder."""
+    """Run the job; in the end, always kill all of its processes and remove its folder."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the kernel
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    # Orphans of a host come to us, so that kill_descendants finds them.
+    # Become the parent of a host's orphans, so that kill_descendants finds them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     kernel, plan = Kernel(), {"hosts": []}
     folder = Path(kernel.next_line().decode())

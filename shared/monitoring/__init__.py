@@ -1,7 +1,7 @@
-"""What a training job does and how fast: its status, its log, how busy its hosts are, its figures.
+"""Monitor a training job: its status, its log, how busy its hosts are, its step time, figures.
 
-describe.py asks SageMaker, log.py reads what the hosts have printed, bottleneck.py says how busy
-they are and what holds the job up, figures.py draws it, and command.py has the command
+describe.py asks SageMaker, log.py reads the hosts' logs, bottleneck.py computes how busy the hosts
+are and finds the bottleneck, figures.py draws the result, and command.py has the command
 `python -m shared.monitoring`.
 """
 

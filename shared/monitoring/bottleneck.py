@@ -1,11 +1,12 @@
-"""How busy the hosts of a training job are, and what holds the job up.
+"""Compute how busy the hosts of a training job are, and find its bottleneck.
 
-CloudWatch has the CPU and GPU utilisation of each host, DescribeTrainingJob the instance types of
-the groups, the log which host is in which group and how long the training waits for data. Only
-boto3 is used, so that it works alike on AWS and on the local SageMaker. There the time that a host
-gets on its cores stands for the vCPUs of its instance type: hosts that share a core, with each
-other or with other programs, cannot reach 100 %. And there is no GPU: where an instance type has
-one, the host's cores play it.
+The CPU and GPU utilisation of each host comes from CloudWatch, the instance types of the groups
+from DescribeTrainingJob, and the group of each host and its step times from the log. The module
+calls AWS through boto3 only, so it works the same way on AWS and on the local SageMaker.
+
+On the local SageMaker, the time that a host gets on its cores stands for the vCPUs of its instance
+type. Hosts that share a core, with each other or with other programs, cannot reach 100 %. There is
+no GPU: if an instance type has one, the host's cores stand in for it.
 """
 
 from dataclasses import dataclass
@@ -20,34 +21,35 @@ from shared import prices
 from shared.monitoring.describe import ask, describe
 from shared.monitoring.log import hosts_of, logs, step_table, steps
 
-UNITS = {"CPU": "vcpus", "GPU": "gpus"}  # in CloudWatch, and in prices.csv
+UNITS = {"CPU": "vcpus", "GPU": "gpus"}  # CloudWatch's names, and those in prices.csv
 
-# SageMaker Debugger's rule CPUBottleneck has the same threshold ("cpu_threshold", default 90:
+# SageMaker Debugger's rule CPUBottleneck uses the same threshold ("cpu_threshold", default 90:
 # docs.aws.amazon.com/sagemaker/latest/dg/debugger-built-in-profiler-rules.html).
 LIMIT_PERCENT = 90
-LOCAL_ROLE = ":role/LocalSageMakerRole"  # which the local SageMaker gives, and AWS's jobs lack
-LATE = "they come once a minute, some minutes late"
-LEAST_WAIT_PERCENT = 10  # our choice: whoever costs less of each step holds nobody up
+LOCAL_ROLE = ":role/LocalSageMakerRole"  # the role of every local job, and of no job on AWS
+LATE = "they come once a minute, a few minutes late"
+LEAST_WAIT_PERCENT = 10  # our choice: if data costs less of a step, it is no bottleneck
 RULE = (
     f"Bottleneck: a group's CPUs that are at least {LIMIT_PERCENT} % busy, on average from the "
-    f"first step line to the last,\nwhere data costs at least {LEAST_WAIT_PERCENT} % of a step. "
-    "Where it does not, GPUs that busy are the limit, as they should be."
+    f"first step line to the last,\nif data costs at least {LEAST_WAIT_PERCENT} % of a step. "
+    "Otherwise, GPUs that are as busy are the limit, as they should be."
 )
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What is known of a training job, all read at one time.
+    """All that is known about a training job at one time.
 
     Attributes:
         description: DescribeTrainingJob's response.
         start: Time (UTC) of the first line of the log.
-        end: Time of the last one.
-        steps: As `log.steps` returns it; empty if the log has no step line.
-        hosts: One row per host: group, host, instance type, and how many vcpus and gpus that has,
-            nan if prices.csv does not have the type.
-        use: Percent of the instance over time (UTC), by (host, "CPU" or "GPU"); an empty series
-            where CloudWatch has no values, and nan where it is not known how many there are.
+        end: Time (UTC) of the last line of the log.
+        steps: The table that `log.steps` returns; empty if the log has no step lines.
+        hosts: One row per host: group, host, instance type, vcpus and gpus. The last two are nan
+            if the instance type is not in prices.csv.
+        use: Utilisation in percent of the instance, as a series over time (UTC), by (host, "CPU"
+            or "GPU"). A series is empty if CloudWatch has no values. Its values are nan if the
+            number of vCPUs or GPUs is not known, or is 0.
         without_data_ms: Step time of the same job without data; nan if not known.
     """
 
@@ -60,9 +62,10 @@ class Observed:
     without_data_ms: float = nan
 
     def plays_gpu(self, host: str) -> bool:
-        """Whether a local host's cores play the GPU that its instance type has on AWS.
+        """Whether the host is local, and its cores stand in for the GPU of its instance type.
 
-        On AWS a GPU's values may be late, and CloudWatch has none of Trainium's.
+        Missing GPU values do not show this: on AWS they may be late, and CloudWatch has none for
+        Trainium.
         """
         is_local = self.description.get("RoleArn", "").endswith(LOCAL_ROLE)
         gpus = self.hosts.set_index("host")["gpus"][host]
@@ -70,7 +73,7 @@ class Observed:
 
 
 def observe(job_name: str, synthetic_job: str | None = None) -> Observed:
-    """Read what is known of a training job, and of the same job without data.
+    """Read all that is known about a training job, and the step time of the same job without data.
 
     Raises:
         ValueError: there is no such job, or it has no log (yet).
@@ -100,7 +103,10 @@ def observe(job_name: str, synthetic_job: str | None = None) -> Observed:
 
 
 def _use(host: str, unit: str, count: float, start: datetime, end: datetime) -> pd.Series:
-    """Read the use of so many vCPUs or GPUs of a host in percent; CloudWatch says 100 for each."""
+    """Read a host's CPU or GPU utilisation in percent of all `count` vCPUs or GPUs.
+
+    CloudWatch counts 100 for each vCPU or GPU.
+    """
     for period in _periods(start, end):
         question = methodcaller(
             "get_metric_statistics",
@@ -120,14 +126,14 @@ def _use(host: str, unit: str, count: float, start: datetime, end: datetime) -> 
 
 
 def _periods(start: datetime, end: datetime) -> list[int]:
-    """List the periods, in seconds, to ask for one after the other until there are values.
+    """List the periods, in seconds, to request one after the other until there are values.
 
-    The local SageMaker has one every second, AWS one a minute. CloudWatch keeps those of less
-    than a minute for 3 hours, of a minute for 15 days, of five minutes for 63 days (source: API
-    reference of GetMetricStatistics).
+    The local SageMaker has a value every second, AWS has one a minute. CloudWatch keeps values of
+    periods below a minute for 3 hours, of one minute for 15 days, and of five minutes for 63 days
+    (source: API reference of GetMetricStatistics).
     """
     age, seconds = datetime.now(timezone.utc) - start, (end - start).total_seconds()
-    most = 1400  # an answer has 1,440 values at most, and its start is rounded down
+    most = 1400  # a response has at most 1,440 values, and CloudWatch rounds its start down
     kept = 60 if age < timedelta(days=15) else 300 if age < timedelta(days=63) else 3600
     short = [p for p in (1, 5, 10, 20, 30) if age < timedelta(hours=3) and seconds < p * most]
     return [*short[:1], kept * (1 + int(seconds / kept) // most)]
@@ -136,13 +142,13 @@ def _periods(start: datetime, end: datetime) -> list[int]:
 def utilisation(job_name: str) -> pd.DataFrame:
     """Look up how busy each host was on average, from the first step line to the last.
 
-    Without a step line it is the average over all of the log. On AWS CloudWatch has one value a
-    minute: too few for a job of a few minutes.
+    If there are no step lines, the average covers the whole log. On AWS, CloudWatch has one value
+    a minute, which is too few for a job of a few minutes.
 
     Returns:
-        One row per host: group, host, instance type, "CPU (%)" and "GPU (%)", where 100 is all of
-        the instance; nan where CloudWatch has no values, or prices.csv not the instance type. A
-        column with nothing else is left out.
+        One row per host: group, host, instance type, "CPU (%)" and "GPU (%)", where 100 is the
+        whole instance. A value is nan if CloudWatch has no values, or if prices.csv does not have
+        the instance type. A column in which all values are nan is left out.
 
     Raises:
         ValueError: there is no such job, or it has no log.
@@ -151,7 +157,7 @@ def utilisation(job_name: str) -> pd.DataFrame:
 
 
 def averages(seen: Observed) -> pd.DataFrame:
-    """Compute the table that `utilisation` returns, with all its columns."""
+    """Compute the table that `utilisation` returns, including the columns that are all nan."""
     table = seen.hosts[["group", "host", "instance type"]].copy()
     for unit in UNITS:
         table[f"{unit} (%)"] = [
@@ -161,7 +167,7 @@ def averages(seen: Observed) -> pd.DataFrame:
 
 
 def _average(values: pd.Series, steps: pd.DataFrame) -> float:
-    """Average values over the time of the training."""
+    """Average the values between the first and the last step line."""
     if values.empty or steps.empty:
         return values.mean()
     first, last = steps["time"].iloc[0], steps["time"].iloc[-1]
@@ -173,15 +179,15 @@ def _average(values: pd.Series, steps: pd.DataFrame) -> float:
 
 
 def _length(times: pd.Series) -> timedelta:
-    """How long the period is that a value stands for."""
+    """Return the length of the period that each value covers."""
     return timedelta(minutes=1) if len(times) == 1 else times.diff().min()
 
 
 def wait_percent(steps: pd.DataFrame) -> float:
-    """Compute which part of the step time is waiting for data (medians); nan if not known.
+    """Compute what percentage of the step time is spent waiting for data; nan if not known.
 
-    What data costs in all, the advisor's figure, is more where workers share the cores with the
-    training: they slow down its steps as well.
+    Both times are medians. Data can cost more than this wait: workers that share the cores with
+    the training also slow down its steps. The advisor counts the whole cost.
     """
     if "data_wait_ms" not in steps:
         return nan
@@ -189,9 +195,10 @@ def wait_percent(steps: pd.DataFrame) -> float:
 
 
 def data_percent(seen: Observed) -> float:
-    """Compute which part of a step data costs; nan if not known.
+    """Compute what percentage of a step data costs; nan if not known.
 
-    By the step without data, if that is known; else it is what the training waits for data.
+    This is the step time minus the step time without data. If the latter is not known, it is the
+    time that the training waits for data.
     """
     if isnan(seen.without_data_ms):
         return wait_percent(seen.steps)
@@ -200,9 +207,9 @@ def data_percent(seen: Observed) -> float:
 
 
 def find(seen: Observed) -> dict[tuple[str, str], float]:
-    """Find what holds the job up by RULE: percent busy by (group, "CPU" or "GPU"); empty if none.
+    """Find the bottleneck by RULE: percent busy by (group, "CPU" or "GPU"); empty if none.
 
-    If there is a "CPU" among them it is the bottleneck, else the GPUs are the limit.
+    The result has either only CPUs, which are the bottleneck, or only GPUs, which are the limit.
     """
     costs, hosts = data_percent(seen), averages(seen)
     trainers = set() if seen.steps.empty else set(seen.steps["host"])
@@ -211,7 +218,7 @@ def find(seen: Observed) -> dict[tuple[str, str], float]:
     for group, members in hosts.groupby("group"):
         percents = {unit: members[f"{unit} (%)"].mean() for unit in UNITS}
         if all(map(seen.plays_gpu, members["host"])):
-            # Beside other groups that prepare data the cores do nothing else.
+            # If other hosts prepare the data, these cores only stand in for the GPU.
             both = set(hosts["host"]) <= trainers
             percents = {"CPU" if both and cpus_count else "GPU": percents["CPU"]}
         if cpus_count and percents.get("CPU", 0) >= LIMIT_PERCENT:
@@ -224,21 +231,21 @@ def find(seen: Observed) -> dict[tuple[str, str], float]:
 def missing(seen: Observed) -> str:
     """Say which CPU values of the training CloudWatch does not have (yet); "" if it has all.
 
-    A host's last period may get no value: the end may be two periods after the last value.
+    A host's last period may have no value, so the last value may be two periods before the end.
     """
     end = seen.end if seen.steps.empty else seen.steps["time"].iloc[-1]
     texts = []
     for host in seen.hosts["host"]:
         times = seen.use[host, "CPU"].index.to_series()
         if times.empty:
-            texts.append(f"none of {host}")
+            texts.append(f"none for {host}")
         elif end - times.iloc[-1] > max(2 * _length(times), timedelta(seconds=10)):
-            texts.append(f"of {host} only those up to {times.iloc[-1]:%H:%M:%S}")
-    return f"Of CPU values CloudWatch has {', '.join(texts)} (on AWS {LATE})." if texts else ""
+            texts.append(f"for {host} only up to {times.iloc[-1]:%H:%M:%S}")
+    return f"CPU values in CloudWatch: {', '.join(texts)} (on AWS {LATE})." if texts else ""
 
 
 def verdict(seen: Observed) -> str:
-    """Say in one or two sentences what holds the training up."""
+    """Say in a few sentences what the bottleneck is."""
     costs, found = data_percent(seen), find(seen)
     waits = "" if isnan(costs) else f"; the training waits for data for {costs:.0f} % of a step"
     if not isnan(seen.without_data_ms):
@@ -246,7 +253,7 @@ def verdict(seen: Observed) -> str:
     unknown = seen.hosts["instance type"][seen.hosts["vcpus"].isna()].unique()
     if not len(unknown) and averages(seen)[["CPU (%)", "GPU (%)"]].isna().all(axis=None):
         return (
-            "Bottleneck: not known, as CloudWatch has no values of these hosts while they trained "
+            "Bottleneck: unknown, because CloudWatch has no values for these hosts during training "
             f"(on AWS {LATE}){waits}."
         )
     absent = missing(seen)
@@ -257,7 +264,7 @@ def verdict(seen: Observed) -> str:
         as_it_should = ", as it should be" if not costs >= LEAST_WAIT_PERCENT else ""
         text = f"The limit: {what}{as_it_should}{waits}."
     elif len(unknown) or absent:
-        text = f"Bottleneck: not known{waits}."
+        text = f"Bottleneck: unknown{waits}."
     elif costs >= LEAST_WAIT_PERCENT:
         text = (
             f"Bottleneck: none of these CPUs and GPUs{waits}. Look at the network, the storage, "
@@ -266,7 +273,7 @@ def verdict(seen: Observed) -> str:
     else:
         text = f"Bottleneck: none{waits}."
     if playing := [host for host in seen.hosts["host"] if seen.plays_gpu(host)]:
-        text += f" There is no GPU here: the cores of {', '.join(playing)} play it."
+        text += f" There is no GPU here: the cores of {', '.join(playing)} stand in for it."
     if len(unknown):
         text += f" Not judged: {', '.join(unknown)}, which is not in shared/prices.csv."
     return f"{text} {absent}" if absent else text

@@ -1,9 +1,9 @@
-"""The command that says what a training job is doing, and how fast.
+"""The command that prints the status, utilisation, step time and bottleneck of a training job.
 
     python -m shared.monitoring JOB [--figure FILE]
     python -m shared.monitoring JOB --logs
 
-A job of the local SageMaker is known only in the notebook that started it: there, the command is
+A job of the local SageMaker is known only in the notebook that started it. In that notebook, use
 `%run -m shared.monitoring JOB`.
 """
 
@@ -19,20 +19,22 @@ from shared.monitoring.log import show_logs
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command: print what a training job is doing, or its logs.
+    """Run the command: print a report on a training job, or its logs.
 
     Raises:
-        SystemExit: with code 2 and a sentence on stderr, where there is nothing to print.
+        SystemExit: with code 2, if the arguments are wrong, or the job or its log cannot be read
+            or drawn; stderr says why.
     """
     parser = argparse.ArgumentParser(
-        "python -m shared.monitoring", description="What a training job is doing, and how fast."
+        "python -m shared.monitoring",
+        description="Print how busy a training job's hosts are, its step time and its bottleneck.",
     )
     parser.add_argument("job", help="name of the training job")
-    parser.add_argument("--figure", metavar="FILE", help="draw it too (.png, .svg, .pdf)")
-    parser.add_argument("--logs", action="store_true", help="print its logs instead")
+    parser.add_argument("--figure", metavar="FILE", help="also draw a figure (.png, .svg, .pdf)")
+    parser.add_argument("--logs", action="store_true", help="print the job's logs instead")
     chosen = parser.parse_args(arguments)
     if chosen.figure and chosen.logs:
-        parser.error("--figure does not go with --logs.")
+        parser.error("--figure and --logs cannot be used together.")
     try:
         with reader_may_leave():
             if chosen.logs:
@@ -46,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _report(job_name: str, figure: str | None) -> None:
-    """Print a job's status, hosts, step time and bottleneck; draw them into the file `figure`."""
+    """Print a job's status, hosts, step time and bottleneck; draw them in the file `figure`."""
     job = describe(job_name)
     status = [job["TrainingJobStatus"], job.get("FailureReason", "")]
     billed = f"{job['BillableTimeInSeconds']} s billed" if "BillableTimeInSeconds" in job else ""
@@ -60,7 +62,7 @@ def _report(job_name: str, figure: str | None) -> None:
     table = bottleneck.averages(seen).round(1)
     print(f"\n{table.to_string(index=False, na_rep='-')}\n")
     if seen.steps.empty:
-        print("No step lines ('step=... step_time_ms=...') in the log: averages are over all of it")
+        print("No step lines ('step=... step_time_ms=...') in the log: averages cover all of it")
     else:
         known = {"Step time": "step_time_ms", "data wait": "data_wait_ms"}
         medians = [
@@ -71,4 +73,4 @@ def _report(job_name: str, figure: str | None) -> None:
         print(f"{', '.join(medians)} (medians; step lines: {len(seen.steps)})")
     print(bottleneck.verdict(seen))
     if figure:
-        print(f"Drawn in {figure}.")
+        print(f"The figure is in {figure}.")

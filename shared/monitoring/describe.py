@@ -1,6 +1,6 @@
-"""A training job as SageMaker describes it, how to wait for its end, and how AWS is asked: `ask`.
+"""Describe a training job, wait for its end, and call AWS with retries (`ask`).
 
-What a job's hosts have printed is in log.py.
+log.py reads what a job's hosts print.
 """
 
 import sys
@@ -15,10 +15,10 @@ from botocore.exceptions import ClientError
 
 Answer = TypeVar("Answer")
 
-PATIENCE_SECONDS = 600  # our choice: time enough to log in again
+PATIENCE_SECONDS = 600  # our choice: enough time to log in again
 LONGEST_PAUSE_SECONDS = 15
 POLL_SECONDS = 2
-# SageMaker answers ValidationException for a job that it does not know (aws/aws-sdk issue 165).
+# SageMaker raises ValidationException for an unknown job (aws/aws-sdk issue 165).
 NOT_FOUND = ("ValidationException", "ResourceNotFound", "ResourceNotFoundException")
 DENIED = (
     "AccessDenied",
@@ -44,21 +44,21 @@ NETWORK = (
 def ask(
     service: str, question: Callable[[Any], Answer], patience_s: float = PATIENCE_SECONDS
 ) -> Answer:
-    """Ask AWS, and ask again for up to `patience_s` if that fails for a reason that can pass.
+    """Call AWS; after a temporary failure, retry for up to `patience_s`.
 
-    A job goes on, and costs money, while a network is away, AWS throttles, or credentials have
-    expired: whoever watches it must outlast that. botocore itself tries again for some seconds;
-    this goes on from there, and says so in one line on stderr.
+    While the network is down, AWS throttles, or credentials have expired, a job continues to run
+    and to cost money, so monitoring must survive this. botocore itself retries for a few seconds;
+    this function continues from there, and prints one line about it on stderr.
 
     Args:
-        service: Such as "sagemaker".
-        question: Called with a client of the service; once more, with a new one, for each attempt.
-        patience_s: For how long to ask again; after that the last error is raised as it is.
+        service: Name of the service, such as "sagemaker".
+        question: Function that makes the call. Each attempt passes it a new client of the service.
+        patience_s: How long to retry, in seconds; after that, the last error is raised.
 
     Raises:
-        PermissionError: these credentials may not ask that.
-        ClientError: AWS does not know what is asked for, or goes on answering with an error.
-        BotoCoreError: AWS cannot be asked.
+        PermissionError: the credentials do not allow this call, or are not valid.
+        ClientError: AWS does not find what was requested, or still returns an error.
+        BotoCoreError: AWS cannot be reached, or there are no valid credentials or region.
     """
     deadline, pause = time.monotonic() + patience_s, 1.0
     while True:
@@ -68,34 +68,34 @@ def ask(
             code, text = _code(error), " ".join(str(error).split())
             if code in DENIED:
                 raise PermissionError(
-                    f"AWS does not allow that to these credentials: {text} (What they need is in "
-                    "docs/aws.md.)"
+                    f"AWS denied the request for these credentials: {text} (docs/aws.md lists the "
+                    "permissions they need.)"
                 ) from None
             if code in NOT_FOUND or time.monotonic() > deadline:
                 raise
-            log_in = "; log in again meanwhile" * (code in EXPIRED or isinstance(error, LOGINS))
+            log_in = "; please log in again" * (code in EXPIRED or isinstance(error, LOGINS))
         if pause == 1:
-            again = f"(asking again, for up to {patience_s / 60:.0f} minutes{log_in})"
+            again = f"(retrying for up to {patience_s / 60:.0f} minutes{log_in})"
             print(f"{text} {again}", file=sys.stderr, flush=True)
         session = boto3.DEFAULT_SESSION
         if code in EXPIRED and session.get_credentials().method != "explicit":
-            # Else it would read a file of credentials only once. There is no public way.
+            # Make boto3 read the credentials file again. There is no public way to do this.
             session._session._credentials = None
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 def _code(error: Exception) -> str:
-    """AWS's code of an error; empty if AWS has not answered."""
+    """Return AWS's error code; "" if the error is not a response from AWS."""
     return error.response["Error"]["Code"] if isinstance(error, ClientError) else ""
 
 
 def describe(job_name: str, patience_s: float = PATIENCE_SECONDS) -> dict[str, Any]:
-    """Look a training job up; return DescribeTrainingJob's response.
+    """Return DescribeTrainingJob's response for a training job.
 
     Raises:
-        ValueError: there is no such job, or neither region nor credentials; says where else to
-            look.
+        ValueError: there is no such job, or boto3 has no region or no credentials; the message
+            says what to check.
         PermissionError, ClientError, BotoCoreError: as `ask` raises them.
     """
     question = methodcaller("describe_training_job", TrainingJobName=job_name)
@@ -105,14 +105,14 @@ def describe(job_name: str, patience_s: float = PATIENCE_SECONDS) -> dict[str, A
         if isinstance(error, ClientError) and _code(error) not in NOT_FOUND:
             raise
         raise ValueError(
-            f"No training job {job_name!r} to be seen from here ({error}): check its name, the "
-            "region and the credentials; a local job is known only in the notebook that started "
-            "it: use %run -m there."
+            f"No training job {job_name!r} found ({error}): check its name, the region and the "
+            "credentials. A local job is known only in the notebook that started it: use %run -m "
+            "there."
         ) from None
 
 
 def instances_of(resource_config: dict[str, Any]) -> dict[str, int]:
-    """Count the instances of a job's ResourceConfig by instance type, groups or not."""
+    """Count the instances of a job's ResourceConfig by type, with or without instance groups."""
     counts: dict[str, int] = {}
     for group in resource_config.get("InstanceGroups") or [resource_config]:
         instance_type = group["InstanceType"]
@@ -121,16 +121,14 @@ def instances_of(resource_config: dict[str, Any]) -> dict[str, int]:
 
 
 def wait(job_name: str) -> dict[str, Any]:
-    """Wait until a training job has ended, printing one line per change of its status.
+    """Wait until a training job has ended, and print a line for each change of its status.
 
     Returns:
-        DescribeTrainingJob's response for the job, Completed or Stopped.
+        DescribeTrainingJob's response for the job, whose status is Completed or Stopped.
 
     Raises:
-        RuntimeError: the job failed; says why.
-        ValueError: there is no such job.
-        PermissionError, ClientError, BotoCoreError: AWS cannot be asked; for a reason that can
-            pass it is asked again for minutes before.
+        RuntimeError: the job failed; the message has the reason.
+        ValueError, PermissionError, ClientError, BotoCoreError: as `describe` raises them.
     """
     start, printed = time.monotonic(), 0
     while True:

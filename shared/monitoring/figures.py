@@ -1,4 +1,4 @@
-"""Figures of a training job: how busy its hosts are over time, and how long its steps take."""
+"""Draw figures of a training job: how busy its hosts are over time, and how long its steps take."""
 
 import textwrap
 from collections.abc import Mapping
@@ -13,22 +13,22 @@ from shared.monitoring import bottleneck
 from shared.monitoring.log import steps
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito, colour-blind-safe
-# Of what is marked the text's colour and the background's: a bottleneck, and GPUs at their limit.
+# Colours of text and background: for a bottleneck, for GPUs at their limit, and for other hosts.
 _MARKS = {"CPU": ("#B34E00", "#FFE5D3"), "GPU": ("#00664A", "#DDF1E9"), "": ("black", "0.93")}
 
 
 def plot_steps(job_names: Mapping[str, str], synthetic_job: str | None = None) -> Figure:
-    """Draw step time, and what data costs of it, over the steps of training jobs.
+    """Draw the step time of training jobs, and how much of it data costs, over the steps.
 
     Args:
         job_names: Names of the jobs by label.
-        synthetic_job: The same job without data: what a step takes longer is what data costs.
-            Without it, that is the time in which the training waits for data.
+        synthetic_job: The same job without data. Data costs the difference from its step time. If
+            this is not given, the figure shows the time that the training waits for data instead.
     """
     fig, panels = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True, layout="constrained")
-    costs, floor = "of which waiting for data", 0.0
+    costs, floor = "Time waiting for data", 0.0
     if synthetic_job:
-        costs, floor = "What data costs of it", steps(synthetic_job)["step_time_ms"].median()
+        costs, floor = "Time that data costs", steps(synthetic_job)["step_time_ms"].median()
         panels[0].axhline(floor, color="0.35", ls="--", label="a step without data")
     for i, (label, job_name) in enumerate(job_names.items()):
         table = steps(job_name)
@@ -36,7 +36,7 @@ def plot_steps(job_names: Mapping[str, str], synthetic_job: str | None = None) -
         table["costs"] = longer if floor else table.get("data_wait_ms")
         for panel, column in zip(panels, ("step_time_ms", "costs"), strict=True):
             colour, marker = COLOURS[i % len(COLOURS)], "os^D"[i % 4]
-            if not table[column].isna().all():  # a script of one's own may not log its waiting
+            if not table[column].isna().all():  # the user's script may not log its data wait
                 panel.plot(table["step"], table[column], marker=marker, color=colour, label=label)
     for panel, name in zip(panels, ("Step time", costs), strict=True):
         panel.set_title(name, fontsize=13)
@@ -53,11 +53,11 @@ def plot_steps(job_names: Mapping[str, str], synthetic_job: str | None = None) -
 
 
 def plot_job(job_name: str, synthetic_job: str | None = None) -> Figure:
-    """Draw how busy each host of a training job was, and its steps, over time.
+    """Draw how busy each host of a training job was over time, and its step times.
 
-    100 % is all of the instance. The hosts of the bottleneck are marked; the rule for it,
-    `bottleneck.RULE`, is below the figure. With synthetic_job, the same job without data, it is
-    known what data costs of a step; else only for how long the training waits for it.
+    100 % is the whole instance. The hosts of the bottleneck are marked; the rule for it,
+    `bottleneck.RULE`, is below the figure. If synthetic_job, the same job without data, is given,
+    the figure shows how much of a step data costs; otherwise, how long the training waits for data.
 
     Raises:
         ValueError: there is no such job, or it has no log (yet).
@@ -66,7 +66,7 @@ def plot_job(job_name: str, synthetic_job: str | None = None) -> Figure:
 
 
 def plot(seen: bottleneck.Observed) -> Figure:
-    """Draw what is known of a training job, as `plot_job` does."""
+    """Draw what `bottleneck.observe` has read, as `plot_job` does."""
     hosts = bottleneck.averages(seen)
     rows = len(hosts) + (not seen.steps.empty)
     fig, grid = plt.subplots(
@@ -85,7 +85,7 @@ def plot(seen: bottleneck.Observed) -> Figure:
     unit = "minutes" if _is_long(seen) else "seconds"
     panels[-1].set_xlabel(f"{unit} since the first line of the log", fontsize=12)
 
-    entries = {}  # each label once, whichever panel has it
+    entries = {}  # each label once, even if several panels have it
     for panel in panels:
         handles, labels = panel.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
@@ -108,11 +108,11 @@ def _elapsed(seen: bottleneck.Observed, times: pd.Series | pd.Index) -> pd.Index
 
 
 def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: set[str]) -> None:
-    """Draw one host's CPUs and GPUs over time, say their averages, and mark what is the limit."""
+    """Draw one host's CPUs and GPUs over time, with their averages, and mark the limit."""
     said, plays, nothing = (
         [],
         seen.plays_gpu(host["host"]),
-        "CloudWatch has no values of this host.",
+        "CloudWatch has no values for this host.",
     )
     styles = {"CPU": (COLOURS[0], "o-"), "GPU": (COLOURS[2], "s--")}
     for unit in bottleneck.UNITS:
@@ -123,10 +123,10 @@ def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: 
             continue
         name, looks = f"{unit}s", unit
         if plays:
-            name = "cores that also play the GPU" if "CPU" in marked else "cores that play the GPU"
+            name = "cores that also act as GPU" if "CPU" in marked else "cores that act as GPU"
             looks = "CPU" if "CPU" in marked else "GPU"
         if pd.isna(percent):
-            said.append(f"no values of its {unit}s while it trained")
+            said.append(f"no values for its {unit}s during training")
         else:
             said.append(f"{name} {percent:.0f} % busy{_judgement(looks, percent, marked, seen)}")
         colour, style = styles[looks]
@@ -150,7 +150,7 @@ def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: 
 
 
 def _judgement(unit: str, percent: float, marked: set[str], seen: bottleneck.Observed) -> str:
-    """What follows from so many percent by bottleneck.RULE."""
+    """Return what to add to the percentage, according to bottleneck.RULE."""
     if unit in marked:
         return " = BOTTLENECK" if unit == "CPU" else " = the limit"
     is_busy = unit == "CPU" and percent >= bottleneck.LIMIT_PERCENT
@@ -160,7 +160,7 @@ def _judgement(unit: str, percent: float, marked: set[str], seen: bottleneck.Obs
 
 
 def _draw_steps(panel: Axes, seen: bottleneck.Observed) -> None:
-    """Draw the step time, what the training waits for data of it, and the step without data."""
+    """Draw the step time, the time waiting for data, and the step time without data if known."""
     times = pd.Series(_elapsed(seen, seen.steps["time"]))
     median = seen.steps["step_time_ms"].median()
     series = {"step_time_ms": ("0.25", "step time"), "data_wait_ms": (COLOURS[1], "waits for data")}
@@ -172,9 +172,9 @@ def _draw_steps(panel: Axes, seen: bottleneck.Observed) -> None:
     said, costs = f"median {median:.1f} ms", bottleneck.data_percent(seen)
     if not pd.isna(seen.without_data_ms):
         panel.axhline(seen.without_data_ms, color="0.35", ls="--", label="a step without data")
-        said += f", {seen.without_data_ms:.1f} without data, which costs {costs:.0f} % of it"
+        said += f", {seen.without_data_ms:.1f} without data: data costs {costs:.0f} %"
     elif not pd.isna(costs):
-        said += f", of which it waits for data for {costs:.0f} %"
+        said += f", {costs:.0f} % of it waiting for data"
     panel.set_ylim(0, 1.15 * seen.steps["step_time_ms"].max())
     panel.set_ylabel("ms", fontsize=11)
     panel.set_title("Step time", loc="left", fontsize=12)

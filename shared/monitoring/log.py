@@ -1,29 +1,29 @@
-"""The log of a training job: by instance group and host, and the numbers in it.
+"""Read the log of a training job by instance group and host, and the numbers in it.
 
 SageMaker writes the output of every host of a training job to CloudWatch Logs, and names the hosts
 algo-1, algo-2, ... in an order that says nothing about their instance groups. This module reads
 those logs, finds each host's group in the host's own log, and turns the lines that the training
-script prints every N steps,
+script prints every N steps into a table:
 
     step=120 epoch=1 loss=0.1234 step_time_ms=12.34 data_wait_ms=4.56 samples_per_s=10372.1
 
-into a table. It uses nothing but boto3's `logs` and `sagemaker` clients, so that it works alike on
-AWS and on the local SageMaker.
+It uses only boto3's `logs` and `sagemaker` clients, so it works the same way on AWS and on the
+local SageMaker.
 
-CloudWatch is late: the last lines of a job come some seconds after its end. Whoever reads its log
-so soon waits until all is there, which is so when
+CloudWatch delivers the last lines of a job some seconds after its end. Therefore, reading the log
+of a job that has just ended waits until one of these is true:
 
-- the log of each host ends with a farewell: `host=algo-1 ends`, or what the SDK's start-up script
-  prints last;
-- or each host has lines, and since the job's end QUIET_SECONDS have passed, and twice the longest
-  delay of any line;
-- or LATEST_SECONDS have passed since the job's end.
+- Each host's log has its last line: `host=algo-1 ends`, or the last line of the SDK's start-up
+  script.
+- Each host has lines, and since the job's end both QUIET_SECONDS and twice the longest delay of
+  any line have passed.
+- LATEST_SECONDS have passed since the job's end.
 
-A job that runs, or that ended longer ago, is not waited for.
+Reading the log of a job that still runs, or that ended earlier, does not wait.
 
-Managed spot training starts an interrupted job again: each host then has a log stream for each
-attempt, and may be in another instance group in each. Numbers, tables and figures are those of the
-last attempt, which stderr says; `show_logs` shows all attempts.
+Managed spot training restarts an interrupted job. Each host then has a log stream for each attempt,
+and can be in another instance group each time. Numbers, tables and figures cover only the last
+attempt, and a line on stderr says so; `show_logs` shows all attempts.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ from IPython.display import display
 
 from shared.monitoring.describe import ask, describe, instances_of
 
-# For the MetricDefinitions of a job: SageMaker then graphs these as the job's metrics. As in the
-# table of `steps`, the first number of that name counts, and val/loss is another name than loss.
+# Pass these as a job's MetricDefinitions, and SageMaker graphs them as the job's metrics. As in
+# `steps`, the first number of a name in a line counts, and val/loss is a different name from loss.
 _NUMBER = r"([-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)(?:ms)?[,;]?(?:\s|$)"
 METRIC_DEFINITIONS = [
     {"Name": name, "Regex": rf"\bstep=\d+[,;]?\s(?:.*?\s)?{name}={_NUMBER}"}
@@ -54,35 +54,37 @@ METRIC_DEFINITIONS = [
 ]
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
-WIDTH = 96  # letters of a line, as many as JupyterLab has room for in a window of 1200 pixels
-# What AWS's own SDK pauses after a job's end before it reads the log for the last time
-# (_logs_for_job in sagemaker/core/remote_function/job.py). A delay that shows in the log (ingestion
-# time - timestamp) is not all of it: lines get their timestamps up to 3 s after they were printed,
-# as published logs of jobs that print the time show.
+WIDTH = 96  # characters a line, as many as JupyterLab shows in a window of 1200 pixels
+# AWS's own SDK waits this long after a job's end before it reads the log for the last time
+# (_logs_for_job in sagemaker/core/remote_function/job.py). The delay that the log shows (ingestion
+# time - timestamp) is not the whole delay: lines get their timestamps up to 3 s after they are
+# printed, according to published logs of jobs that print the time.
 QUIET_SECONDS = 10
 LATEST_SECONDS = 60  # our choice: AWS does not say how late lines can be
 LOOK_EVERY_SECONDS = 2
 
 # Either of these in a host's log names its group: resourceconfig.json, which the SDK's start-up
-# script prints on every host, or the line with which our launcher introduces the host.
+# script prints on every host, or the first line of our launcher.
 _GROUP = re.compile(r'"current_group_name":\s*"([^"]+)"|\bhost=\S+ group=(\S+)')
-# What a host prints last: our code, and the SDK's start-up script (unless the command is an exec).
+# The last line of a host: from our code, or from the SDK's start-up script (which prints none if
+# the job's command is an `exec`).
 _FAREWELL = re.compile(
     r"\bhost=\S+ ends$"
     r"|^Training Container Execution Completed$"
     r"|^An error occurred with exit code \d+$"
 )
-# key=value; the value ends where a space, or a comma and the next key follows.
+# key=value; a value ends before a space, or before a comma or semicolon and the next key.
 _PAIR = re.compile(r"(?<![\w./@-])([\w./@-]+)=(\S*?)(?=\s|$|[,;][\w./@-]+=)")
 _STEP = re.compile(r"(?<![\w./@-])step=\d.*(?<![\w./@-])step_time_ms=")
-# The SDK's start-up script ends with one of these lines; bash traces (`+ cd ...`) go on after it.
+# The setup in the SDK's start-up script ends with one of these lines; bash traces (`+ cd ...`)
+# can follow.
 _SETUP_END = re.compile(r"(Executing command:|Running .+ [Dd]river)")
 _SETUP_NOISE = re.compile(r"(\++ |SM_\w+=|Executing command: |Training Container Execution Comp)")
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a training job's log. attempt: 1, and more after each spot interruption."""
+    """One line of a training job's log. `attempt` is 1, plus 1 for each spot interruption."""
 
     time: datetime
     host: str
@@ -92,12 +94,12 @@ class LogLine:
 
 
 def logs(job_name: str) -> list[LogLine]:
-    """Read the log of a training job's last attempt, all hosts, in order of time.
+    """Read the log of a training job's last attempt: all hosts, in order of time.
 
-    If the job has been interrupted, earlier attempts are left out, which is said on stderr. If it
-    has just ended, this waits for its last lines, until LATEST_SECONDS after the end at
-    most: see the module's docstring. A host whose log does not say which instance group it is in
-    gets the group "unknown".
+    If the job was interrupted, earlier attempts are left out, and a line on stderr says so. If the
+    job has just ended, this waits for its last lines, at most until LATEST_SECONDS after its end:
+    see the module's docstring. A host whose log does not name its instance group gets the group
+    "unknown".
 
     Raises:
         ValueError: the job has no log (yet).
@@ -107,17 +109,17 @@ def logs(job_name: str) -> list[LogLine]:
     last = max(line.attempt for line in lines)
     if last > 1:
         print(
-            f"Training job {job_name!r} has been interrupted and started again: this is of attempt "
-            f"{last} alone; show_logs({job_name!r}) shows all {last}.",
+            f"Training job {job_name!r} was interrupted and restarted. Only attempt {last} is used "
+            f"here; show_logs({job_name!r}) shows all {last} attempts.",
             file=sys.stderr,
         )
     return [line for line in lines if line.attempt == last]
 
 
 def _all_attempts(job_name: str) -> list[LogLine]:
-    """Read a job's log, and look again while some lines are still on their way."""
+    """Read a job's log, and read again while some lines may still be missing."""
     log, hosts, ended = GrowingLog(job_name), 0, 0.0
-    with contextlib.suppress(ValueError, PermissionError):  # not known, or not to us
+    with contextlib.suppress(ValueError, PermissionError):  # no such job, or no permission
         job = describe(job_name)
         hosts, ended = _hosts_to_wait_for(job), time.monotonic() - _seconds_since_end(job)
     lines = log.look()
@@ -133,7 +135,7 @@ def _all_attempts(job_name: str) -> list[LogLine]:
 
 
 def _hosts_to_wait_for(job: dict[str, Any]) -> int:
-    """How many hosts' lines may still come; none before a job's end, or if no host has started."""
+    """Return how many hosts must have logs; 0 before a job's end, or if no host has started."""
     started = any(t["Status"] == "Training" for t in job.get("SecondaryStatusTransitions", []))
     if not started or job["TrainingJobStatus"] in ("InProgress", "Stopping"):
         return 0
@@ -141,13 +143,13 @@ def _hosts_to_wait_for(job: dict[str, Any]) -> int:
 
 
 def _seconds_since_end(job: dict[str, Any]) -> float:
-    """How long ago a job ended; 0 where it has not, or our clock is behind AWS's."""
+    """Return how long ago a job ended; 0 if it has not, or if our clock is behind AWS's."""
     end = job.get("TrainingEndTime")
     return max(0.0, (datetime.now(timezone.utc) - end).total_seconds()) if end else 0.0
 
 
 def _complete_after(streams: dict[str, list[dict[str, Any]]], hosts: int) -> float:
-    """By what there is of a job's log, so many seconds after the job's end all of it is there."""
+    """Estimate from a job's log so far how many seconds after the job's end it will be complete."""
     attempts = _attempts(streams)
     last = [streams[name] for name in attempts if attempts[name] == max(attempts.values())]
     if len(last) < hosts:
@@ -160,12 +162,12 @@ def _complete_after(streams: dict[str, list[dict[str, Any]]], hosts: int) -> flo
 
 @dataclass
 class GrowingLog:
-    """A job's log for those who look more than once: each `look` reads only what is new.
+    """A job's log that can be read repeatedly: each `look` reads only what is new.
 
     Attributes:
         job_name: Name of the training job.
-        streams: CloudWatch's events that have been read, by log stream.
-        tokens: Where to go on reading, by log stream; CloudWatch forgets them after 24 hours.
+        streams: The CloudWatch events read so far, by log stream.
+        tokens: Where to continue reading, by log stream; they expire after 24 hours.
     """
 
     job_name: str
@@ -173,7 +175,7 @@ class GrowingLog:
     tokens: dict[str, str] = field(default_factory=dict)
 
     def look(self) -> list[LogLine]:
-        """Read what there is by now, and wait for nothing; return all lines, in order of time."""
+        """Read what is there now, without waiting; return all lines so far in order of time."""
         for stream in ask("logs", self._names):
             while self._read_page(stream):
                 pass
@@ -187,14 +189,14 @@ class GrowingLog:
         try:
             return [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
         except client.exceptions.ResourceNotFoundException:
-            return []  # the log group appears with the account's first training job
+            return []  # the account's first training job creates the log group
 
     def _read_page(self, stream: str) -> bool:
-        """Read on in a stream, oldest events first; return whether there may be more.
+        """Read the next page of a stream, oldest events first; return whether there may be more.
 
-        Not with FilterLogEvents, which AmazonSageMakerFullAccess does not allow. A page may be
-        empty: only a token that comes back says that there is no more (API reference of
-        GetLogEvents).
+        This does not use FilterLogEvents, because AmazonSageMakerFullAccess does not allow it. A
+        page may be empty although more follow; the stream has ended only if the same token comes
+        back (API reference of GetLogEvents).
         """
         arguments = {"logGroupName": LOG_GROUP, "logStreamName": stream, "startFromHead": True}
         before = self.tokens.get(stream)
@@ -207,21 +209,22 @@ class GrowingLog:
 
 
 def hosts_of(lines: list[LogLine]) -> list[tuple[str, str]]:
-    """List the (group, host) pairs of a log in order, algo-10 after algo-9."""
+    """List the (group, host) pairs of a log in order, with algo-10 after algo-9."""
     pairs = {(line.group, line.host) for line in lines}
     return sorted(pairs, key=lambda pair: (pair[0], len(pair[1]), pair[1]))
 
 
 def _attempts(streams: dict[str, list[dict[str, Any]]]) -> dict[str, int]:
-    """Number the attempt that each stream with lines is of: 1, 2, ..."""
+    """Return the number of the attempt, 1, 2, ..., that each non-empty stream belongs to."""
     times = {name: (events[0]["timestamp"], name) for name, events in streams.items() if events}
     starts, seen = [], set()
     for start, name in sorted(times.values()):
-        if _host(name) in seen:  # a second stream of a host: all hosts have been started again
+        if _host(name) in seen:  # a second stream of a host: all hosts were restarted
             starts.append(start)
             seen.clear()
         seen.add(_host(name))
-    # By the last line: a host may have its first one before the host that shows the restart.
+    # Use the last line: a restarted host's first line may be older than the first line of the host
+    # that showed the restart.
     return {name: 1 + bisect_right(starts, streams[name][-1]["timestamp"]) for name in times}
 
 
@@ -238,7 +241,7 @@ def _lines(streams: dict[str, list[dict[str, Any]]]) -> list[LogLine]:
 
 
 def _host(stream: str) -> str:
-    """The host whose stream <job>/algo-1-<epoch> is."""
+    """Return the host of a stream, such as algo-1 of <job>/algo-1-<epoch>."""
     return stream.rsplit("/", 1)[1].rsplit("-", 1)[0]
 
 
@@ -250,13 +253,13 @@ def show_logs(
 ) -> None:
     """Print a training job's log by instance group and host, and by attempt if it has several.
 
-    What the SDK's start-up script prints before and around our code is left out.
+    The output of the SDK's start-up script is left out.
 
     Args:
         job_name: Name of the training job.
-        group: Only the hosts of this instance group.
-        last: So many lines of each host, the last ones; None prints all.
-        side_by_side: One column per host instead of one block per host.
+        group: Print only the hosts of this instance group.
+        last: Print only this many lines of each host, the last ones; None prints all.
+        side_by_side: Print one column per host instead of one block per host.
 
     Raises:
         ValueError: the job has no log, or no such group.
@@ -288,14 +291,14 @@ def show_logs(
 
 
 def _without_setup(lines: list[LogLine]) -> list[LogLine]:
-    """Drop the start-up script's lines; a host that failed during start-up keeps its messages."""
+    """Drop the start-up script's lines, but keep the messages of a host that failed in start-up."""
     ends = [i for i, line in enumerate(lines) if _SETUP_END.match(line.text)]
     start = ends[0] + 1 if ends else 0
     return [line for line in lines[start:] if not _SETUP_NOISE.match(line.text)]
 
 
 def _show_columns(blocks: list[list[str]]) -> None:
-    """Show blocks of text next to each other: in a notebook in columns that share its width."""
+    """Show blocks of text side by side; in a notebook, the columns share its width."""
     widths = [max(map(len, block)) for block in blocks]
     rows = zip_longest(*blocks, fillvalue="")
     text = "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -309,22 +312,23 @@ def _show_columns(blocks: list[list[str]]) -> None:
 def steps(job_name: str) -> pd.DataFrame:
     """Collect the step lines of a training job's log: those with step=... and step_time_ms=...
 
-    What else such a line says is free. Each key=number in it gives a column. A number is what
-    Python reads as one, nan and inf too; punctuation after it and the unit with which the key ends
-    do not matter (lr=1e-4, and step_time_ms=12.3ms). Another value, such as epoch=1/10, counts as
-    not given. Of a key that a line has twice, the first number counts. The columns time and host
-    are ours, whatever the line says. Each rank's lines are rows, also those of the same step.
+    A step line may contain anything else. Each key=number in it becomes a column. A number is
+    anything that Python's `float` accepts, including nan and inf. Punctuation after it, and the
+    unit that the key ends with, are ignored (`lr=1e-4,` and step_time_ms=12.3ms). Other values,
+    such as epoch=1/10, are ignored. If a line has a key twice, the first number counts. A line
+    cannot set the columns time and host. Each rank's lines are separate rows, even for the same
+    step.
 
-    A line in which step is not a whole number, or step_time_ms not a finite one, is left out, which
-    is said on stderr.
+    A line is left out if step is not a whole number, or step_time_ms not a finite one; stderr then
+    says so.
 
     Returns:
         One row per step line, in order of time: time (UTC), host, and a numeric column for every
         key, such as step, epoch, loss, step_time_ms, data_wait_ms, samples_per_s; nan in the rows
-        of lines that do not have it.
+        of lines that do not have the key.
 
     Raises:
-        ValueError: the job has no log, no step line in it, or none that can be read.
+        ValueError: the job has no log, or the log has no step line that can be read.
     """
     table = step_table(logs(job_name))
     if table.empty:
@@ -336,7 +340,7 @@ def steps(job_name: str) -> pd.DataFrame:
 
 
 def step_table(lines: list[LogLine]) -> pd.DataFrame:
-    """Collect the step lines among `lines`, as `steps` does; an empty table if there is none."""
+    """Collect the step lines among `lines`, as `steps` does; return an empty table if none."""
     rows, unreadable = [], []
     for line in lines:
         if not _STEP.search(line.text):
@@ -344,7 +348,7 @@ def step_table(lines: list[LogLine]) -> pd.DataFrame:
         numbers = _numbers(line.text)
         if numbers.get("step", nan).is_integer() and isfinite(numbers.get("step_time_ms", nan)):
             ours = {"time": line.time, "host": line.host}
-            rows.append(ours | numbers | ours)  # ours come first, and count
+            rows.append(ours | numbers | ours)  # `ours` first, to order columns; last, to override
         else:
             unreadable.append(line)
     if unreadable:
@@ -356,12 +360,12 @@ def step_table(lines: list[LogLine]) -> pd.DataFrame:
         )
         if not rows:
             raise ValueError(text)
-        print(f"{text} They are left out.", file=sys.stderr)
+        print(f"{text} These lines are ignored.", file=sys.stderr)
     return pd.DataFrame(rows).astype({"step": int}) if rows else pd.DataFrame()
 
 
 def _numbers(text: str) -> dict[str, float]:
-    """Find the numbers that a line gives as key=number, by the rule that `steps` describes."""
+    """Find all key=number in a line, by the rules that `steps` describes."""
     numbers: dict[str, float] = {}
     for key, value in _PAIR.findall(text):
         value = value.rstrip(",;:.)]}|'\"")
@@ -372,12 +376,12 @@ def _numbers(text: str) -> dict[str, float]:
 
 
 def logged(job_name: str, key: str) -> float:
-    """Return the median of a number that a job's hosts have logged as key=number.
+    """Return the median of the numbers that a job's hosts have logged as key=number.
 
-    What is a number, `steps` says.
+    `steps` describes what counts as a number.
 
     Raises:
-        ValueError: the job has no log, or nothing of that kind in it.
+        ValueError: the job has no log, or its log has no such number.
     """
     found = [_numbers(line.text) for line in logs(job_name) if key in line.text]
     values = [numbers[key] for numbers in found if key in numbers]

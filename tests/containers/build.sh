@@ -3,33 +3,33 @@
 #
 #     tests/containers/build.sh pytorch-2.12-cu130
 #
-# Exits with 3, and says why in one line, where this machine lacks what it takes; but in continuous
+# Exits with 3, and says why in one line, if this machine lacks something for it. In continuous
 # integration only the Python version may be lacking.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 name=$1
 file=tests/containers/$name.txt
-compiled=tests/containers/$name.compiled.txt # what needs a compiler, if anything does
+compiled=tests/containers/$name.compiled.txt # packages that need a compiler, if any
 environment=.containers/$name
 log=build/container-$name.log
 version=$(sed -n 's/^# Python //p' "$file")
-added=$(sed -n 's/^# Jobs add //p' "$file") # by a second call of pip, as a job's start does
+added=$(sed -n 's/^# Jobs add //p' "$file") # by a second call of pip, as when a job starts
 
 missing() {
     echo "container $name left out: $*" >&2
     exit 3
 }
 
-# A command can exist and not run: pyenv's shims.
+# A command may exist but not run, such as pyenv's shims.
 for python in "python$version" "$HOME/.pyenv/versions/$version".*/bin/python; do
     "$python" -c 'import ensurepip' 2>/dev/null && break
     python=
 done
-[ -n "$python" ] || missing "no Python $version with its venv module."
+[ -n "$python" ] || missing "install Python $version with its venv module."
 headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
 if [ -e "$compiled" ] && { ! command -v c++ >/dev/null || [ ! -e "$headers/Python.h" ]; }; then
-    echo "container $name left out: no C++ compiler, or no headers of Python $version." >&2
+    echo "container $name left out: install a C++ compiler and the headers of Python $version." >&2
     exit $([ -z "${CI:-}" ] && echo 3 || echo 1)
 fi
 
@@ -40,7 +40,7 @@ exec 3>&2
 trap 'tail -n 15 "$log" >&3; echo "$environment could not be built: see $log." >&3; exit 1' ERR
 {
     "$python" -m venv "$environment"
-    if [ ! -e "$compiled" ]; then # the toolkit without its C code: scripts/setup.sh says why
+    if [ ! -e "$compiled" ]; then # the toolkit without its C code, see scripts/setup.sh
         CC=true "$environment/bin/pip" install --no-cache-dir --no-deps \
             "$(grep ^sagemaker-training== "$file")"
         touch "$environment/lib/python$version/site-packages/gethostname.py"
@@ -48,12 +48,12 @@ trap 'tail -n 15 "$log" >&3; echo "$environment could not be built: see $log." >
     "$environment/bin/pip" install -r "$file"
     if [ -n "$added" ]; then
         "$environment/bin/pip" install -r "$added"
-        # It must leave the image's own versions as they are: what would bring these back?
+        # It must not change the image's own versions: pip must have nothing to reinstall.
         "$environment/bin/pip" install --dry-run --no-deps -r "$file" |
             (! grep "Would install")
     fi
     if [ -e "$compiled" ]; then
-        # Horovod 0.27's Gloo is of 2022: what today's Linux headers and compilers ask of it.
+        # Horovod 0.27 has a Gloo of 2022, which needs changes for today's headers and compilers.
         headers=$PWD/$environment/include-linux
         mkdir -p "$headers/linux"
         sed 's/link_mode_masks\[\]/link_mode_masks[0]/' /usr/include/linux/ethtool.h \

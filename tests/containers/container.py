@@ -1,19 +1,19 @@
-"""Run a command as PID 1 of a host that looks like one of SageMaker's, from the outside in.
+"""Run a command as PID 1 in a container that looks like one of SageMaker's hosts.
 
     python container.py COMMAND...
 
-The local SageMaker runs each host's entry point with this (`start(container=[...])`), as root, and
-tells it in the environment which host it is. The host gets
+The local SageMaker runs each host's entry point with this program (`start(container=[...])`), as
+root. The environment says which host it is. The host gets
 
-- a network of its own: `eth0` with an address, behind a bridge that only the job's hosts are on,
+- a network of its own: `eth0` with an address, on a bridge that only the job's hosts can reach,
 - the others' names in its own /etc/hosts, and no name server,
 - the hostname `aws`, which does not resolve,
-- its tree at /opt/ml, and nothing in the environment that AWS does not set,
+- its files at /opt/ml, and no environment variables that AWS does not set,
 - processes of its own, 64 MiB of /dev/shm, and no way out of the machine.
 
-With CONTAINER_NAMES_AFTER=30 in the job's environment the others' names resolve 30 s late; with
-CONTAINER_LOCALHOST=aws the hostname does, to 127.0.0.1. To be run where namespaces are thrown away
-with the process that made them: see run.sh.
+With CONTAINER_NAMES_AFTER=30 in the job's environment, the others' names resolve only after 30 s.
+With CONTAINER_LOCALHOST=aws, the hostname resolves to 127.0.0.1. Run this only in namespaces that
+end with the process that made them: see run.sh.
 """
 
 import ctypes
@@ -31,13 +31,13 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = (
 )  # fmt: skip
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
-BRIDGE = "hosts"  # which run.sh has made
+BRIDGE = "hosts"  # run.sh makes it
 
 
 def unshare(namespaces: int) -> None:
-    """Move this process into new namespaces, or for PIDs its children."""
+    """Move this process into new namespaces; a new PID namespace is for its children."""
     if LIBC.unshare(namespaces):
-        raise OSError(ctypes.get_errno(), "a container needs root")
+        raise OSError(ctypes.get_errno(), "cannot make namespaces: run this as root")
 
 
 def ip(*words: str) -> None:
@@ -46,12 +46,12 @@ def ip(*words: str) -> None:
 
 
 def address(name: str, addresses: dict[str, str]) -> str:
-    """The address of a host in its job's network: the local one, in 10.0.0.0/8 for 127.0.0.0/8."""
+    """Return a host's address in its job's network: the local one, with 10. in place of 127."""
     return addresses[name].replace("127.", "10.", 1)
 
 
 def connect(host: str, addresses: dict[str, str]) -> None:
-    """Give this process's new network namespace eth0, plugged into the bridge outside."""
+    """Give this process's new network namespace an eth0, connected to the bridge outside."""
     own = address(host, addresses)
     outside, plug = os.getppid(), "v" + own.removeprefix("10.")  # at most 12 characters
     ip("link", "add", "eth0", "type", "veth", "peer", "name", plug, "netns", str(outside))
@@ -70,7 +70,7 @@ def mount(*words: str) -> None:
 def show(
     tree: Path, host: str, addresses: dict[str, str], names_after: float, localhost: str
 ) -> None:
-    """Change the files that this process's new mount namespace shows."""
+    """Mount the host's own files in this process's new mount namespace."""
     mount("--make-rprivate", "/")
     mount("-t", "tmpfs", "-o", "size=64m", "shm", "/dev/shm")
     mount("--bind", str(tree / "opt" / "ml"), "/opt/ml")
@@ -82,12 +82,12 @@ def show(
     mount("--bind", str(hosts), "/etc/hosts")
     mount("--bind", str(resolv), "/etc/resolv.conf")
     if names_after:
-        # In place: what is mounted at /etc/hosts is this very file.
+        # Write in place: this very file is mounted at /etc/hosts.
         threading.Timer(names_after, lambda: hosts.write_text(own + others)).start()
 
 
 def main() -> None:
-    """Make the host, run the command in it, and end as it does."""
+    """Make the host, run the command in it, and exit with its status."""
     environment = dict(os.environ)
     addresses = json.loads(environment.pop("LOCAL_SAGEMAKER"))["addresses"]
     tree = Path(environment.pop("SAGEMAKER_BASE_DIR")).parents[1]
@@ -102,16 +102,16 @@ def main() -> None:
     show(tree, facts["current_host"], addresses, names_after, localhost)
     socket.sethostname("aws")
 
-    unshare(CLONE_NEWPID)  # last: the first child is its PID 1, and with that one it ends
+    unshare(CLONE_NEWPID)  # last: the first child is its PID 1, and it ends with that child
     child = os.fork()
     if child == 0:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         mount("-t", "proc", "proc", "/proc")
         os.execvpe(sys.argv[1], sys.argv[1:], environment)
-    # PID 1 that has no handler for it never sees the signal: Linux does as SageMaker's host does.
+    # If PID 1 has no handler for SIGTERM, Linux drops the signal, as on SageMaker's hosts.
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os._exit(status if status >= 0 else 128 - status)  # not waiting for the timer of the names
+    os._exit(status if status >= 0 else 128 - status)  # without waiting for the names' timer
 
 
 if __name__ == "__main__":

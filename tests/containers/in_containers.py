@@ -1,10 +1,10 @@
 """The examples' jobs in environments like those of AWS's images, on hosts like AWS's.
 
-Run by `make containers`, which builds the environments and calls run.sh. What an image holds stands
-in its file here (pytorch-2.12-cu130.txt, ...); what a host is like, in container.py. The notebooks
-run from top to bottom, with all their jobs, in local sizes; the other jobs here show what those do
-not: two training hosts of two ranks each, names that resolve late, GPUs that the framework misses,
-and SDK v2, whose jobs AWS's toolkit starts.
+`make containers` calls run.sh, which builds the environments and runs this file. Each image has a
+list of its packages here (pytorch-2.12-cu130.txt, ...); container.py makes the hosts. The notebooks
+run from top to bottom, with all their jobs, in local sizes. The other jobs here show what those do
+not: two training hosts of two ranks each, names that resolve late, GPUs that the framework does not
+see, and SDK v2, whose jobs AWS's toolkit starts.
 """
 
 import os
@@ -54,13 +54,13 @@ COMMAND = "exec python launcher.py"
 
 
 def needs(*names: str) -> pytest.MarkDecorator:
-    """Leave a test out where an image's environment could not be built."""
+    """Skip a test if the environment of one of these images was not built."""
     missing = [name for name in names if name not in BUILT]
     return pytest.mark.skipif(bool(missing), reason=f"not built: {', '.join(missing)}")
 
 
 def describe(image: str) -> str:
-    """An image's URI, without the registry, and the versions in its environment."""
+    """Return an image's URI, without the registry, and the versions in its environment."""
     [packages] = Path(IMAGES[image]).glob("lib/python*/site-packages")
     versions = {
         d.name.lower().replace("_", "-"): d.version
@@ -81,7 +81,7 @@ def local() -> Iterator:
 
 @pytest.fixture
 def completed(jobs: Jobs, capsys: pytest.CaptureFixture):
-    """Run a job in an image's environment to its end, which must be Completed; return its log."""
+    """Run a job in an image's environment, where it must complete; return its log."""
 
     def run(name: str, *args, **settings) -> str:
         job_name = jobs.create(*args, image=URI[name], max_runtime_seconds=200, **settings)
@@ -98,7 +98,7 @@ def completed(jobs: Jobs, capsys: pytest.CaptureFixture):
     return run
 
 
-# What a notebook's jobs ran in, printed by a cell of ours at its end.
+# Our cells around a notebook's: the last one prints the image that each job ran in.
 FIRST_CELL = """
 from shared import local_sagemaker
 containers = local_sagemaker.start({cluster}, images={images!r}, container={container!r})
@@ -116,7 +116,7 @@ for job in containers.jobs.values():
         pytest.param(
             "hello.world.sagemaker/helloworld-example",
             None,
-            # The preflight would fail for want of a GPU, as it should.
+            # On this instance type the preflight would rightly fail, since there is no GPU.
             ('"dnn_group": "ml.g5.xlarge"', '"dnn_group": "ml.m5.xlarge"'),
             marks=needs(PYTORCH, PYTORCH_CPU),
         ),
@@ -171,7 +171,7 @@ def test_notebook(
 
 @needs(PYTORCH)
 def test_pytorch_on_two_hosts_with_names_that_resolve_late(completed):
-    """A Dataset of 47 MB travels; what two ranks hold ready just fits into 64 MiB of /dev/shm."""
+    """A Dataset of 47 MB travels; two ranks' prefetched batches just fit into /dev/shm."""
     files = texts_in(EXAMPLE / "code")
     data = upload_images("late", count=60_000)  # 47 MB, as MNIST
     log = completed(
@@ -187,7 +187,7 @@ def test_pytorch_on_two_hosts_with_names_that_resolve_late(completed):
     assert "training finished after step 6" in log
 
 
-# A byte a second to where rank 0 listens, from when it does to the job's end.
+# Sends a byte a second to a port of rank 0's host, from when it opens to the job's end.
 STRANGER = """
 import socket, threading, time
 import hetero
@@ -253,7 +253,7 @@ def test_tensorflow_on_two_hosts_with_a_stranger(
 def test_a_gpu_that_the_framework_misses_ends_the_job(
     jobs: Jobs, name: str, example: Path, words: str
 ):
-    """SageMaker's own count comes from nvidia-smi, which is not here."""
+    """SM_NUM_GPUS is set here, since SageMaker counts with nvidia-smi, which is missing."""
     files = texts_in(example / "code")
     job = jobs.run(
         files,
@@ -289,7 +289,7 @@ def test_preflight_with_names_that_resolve_late(completed):
     assert len(re.findall(r"gloo, 2 ranks, \d", log)) == 2
 
 
-# On the training host: nothing comes back from it, as where no rule lets the hosts' traffic in.
+# Lets nothing out of the training host, as if no rule allowed traffic between the hosts.
 DEAF = """
 import json, pathlib, socket, subprocess
 config = json.loads(pathlib.Path("/opt/ml/input/config/resourceconfig.json").read_text())
@@ -321,7 +321,7 @@ def test_preflight_without_a_way_between_the_hosts(jobs: Jobs):
 
 @needs(HOROVOD)
 def test_hello_world_with_an_old_toolkit(completed):
-    """The image with Horovod has one; both ways to read the cluster must still agree."""
+    """The image with Horovod has one. Both ways to read the cluster must agree."""
     script = (HELLO / "code" / "train.py").read_text()
     log = completed(HOROVOD, {"train.py": script}, "exec python train.py", TWO_GROUPS)
     assert log.count("Read by the toolkit and by hand") == 2
@@ -346,9 +346,9 @@ def test_lines_for_sdk_v2(
     lines: str,
     module: str,
 ):
-    """The request is SDK v2's own, and the image's toolkit starts the launcher.
+    """SDK v2 makes the request, and the image's toolkit starts the launcher.
 
-    Not here: the image's own entry point, which gives gethostname() another name and calls `train`.
+    The image's own entry point, which changes gethostname() and calls `train`, is missing here.
     """
     folder = tmp_path / "project"
     for path, text in project(name).items():
@@ -368,7 +368,7 @@ def test_lines_for_sdk_v2(
 
 
 def project(name: str) -> dict[str, str]:
-    """A reader's code/: what the example's README says, with two scripts of the reader's own."""
+    """Return a reader's code/: what the example's README says, and the reader's scripts."""
     if name == PYTORCH:
         files = {"entry.py": ENTRY, **TOY_SCRIPTS}
         runtime = EXAMPLE

@@ -1,4 +1,4 @@
-"""CHANGES.md is about the folders as they are."""
+"""CHANGES.md describes the current version of each folder."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The loops of docs/checkpoints.md, as jobs that are stopped and continued."""
+"""The training loops of docs/checkpoints.md, in jobs that are stopped and continued."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from helpers.pages import CHECKPOINTS, EXAMPLE
 from helpers.running import log_of, run_programs, start_programs
 
 pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.thorough]
-EPOCHS, BATCHES = 3, 15  # of a rank
+EPOCHS, BATCHES = 3, 15  # BATCHES: per rank and epoch
 TORCH = """
 import os, signal, sys, time
 import hetero, torch
@@ -28,7 +28,7 @@ class Numbers(Dataset):
         return {"x": torch.tensor([index, torch.rand(()).item()])}
 
 def tell(epoch, values):
-    time.sleep(0.2)  # so that nothing is over before it is stopped
+    time.sleep(0.2)  # so that the job is stopped before it completes
     text = " ".join(f"{value:.6f}" for value in values.flatten().tolist())
     print(f"trained rank={os.environ['RANK']} {epoch=} {text}", flush=True)
 
@@ -112,7 +112,7 @@ def groups_of(ranks: int) -> dict:
 
 
 def stop_and_continue(jobs: Jobs, script: str, folder: Path, ranks: int) -> list[list[str]]:
-    """What a job has trained on before it is stopped, and then its successor."""
+    """Return what a job trains on until it is stopped, and then its successor."""
     bucket = f"checkpoints-{folder.name}".replace("_", "-").lower()
     boto3.client("s3").create_bucket(Bucket=bucket)
     goes_on = {"checkpoint_config": CheckpointConfig(s3_uri=f"s3://{bucket}/checkpoints")}
@@ -131,7 +131,7 @@ def stop_and_continue(jobs: Jobs, script: str, folder: Path, ranks: int) -> list
 
 @pytest.fixture
 def trained(jobs: Jobs, tmp_path: Path):
-    """Run a script on two ranks, stopped and continued: what it has trained on in either job."""
+    """Run a script on two ranks, stop and continue it; return what each job has trained on."""
 
     def trained(script: str) -> list[list[str]]:
         script = TORCH.replace("COUNT", str(2 * 2 * BATCHES)) + script
@@ -142,12 +142,12 @@ def trained(jobs: Jobs, tmp_path: Path):
     return trained
 
 
-# Gloo's threads sometimes abort a process whose interpreter ends, also without process groups.
+# Gloo's threads sometimes abort a process when its interpreter ends, even without process groups.
 END = "\nif dist.is_initialized():\n    dist.barrier()\nos._exit(0)\n"
 
 
 def test_a_loop_of_one_s_own(trained, jobs: Jobs):
-    """It trains on the same samples as one that nobody stops, with the same random numbers."""
+    """It trains on the same samples and random numbers as a job that is not stopped."""
     script = LOOP + CHECKPOINTS["a loop of your own"] + CHECKPOINTS["the loop"]
     first, second = trained(script)
     script = TORCH.replace("COUNT", str(2 * 2 * BATCHES)) + script + END
@@ -158,7 +158,7 @@ def test_a_loop_of_one_s_own(trained, jobs: Jobs):
 
 
 def indices(lines: list[str], epoch: int) -> list[int]:
-    """The samples that have been trained on in an epoch."""
+    """Return the samples that were trained on in an epoch."""
     values = [line.split()[3:] for line in lines if f"epoch={epoch} " in line]
     return sorted(int(float(value)) for of_batch in values for value in of_batch[::2])
 
@@ -166,7 +166,7 @@ def indices(lines: list[str], epoch: int) -> list[int]:
 def test_lightning(trained):
     first, second = trained(LIGHTNING + CHECKPOINTS["Lightning"])
     assert len(first + second) == 2 * EPOCHS * BATCHES
-    # As the page has it: the interrupted epoch begins with its first batches again.
+    # As the page says, the interrupted epoch starts again with its first batches.
     assert {*indices(first, 0)} < {*indices(second, 0)}
     for epoch in (1, 2):
         assert indices(second, epoch) == [*range(2 * 2 * BATCHES)]
@@ -185,7 +185,7 @@ def test_keras(jobs: Jobs, tmp_path: Path):
     first, second = stop_and_continue(jobs, script, tmp_path, ranks=1)
     steps = [sorted(int(line.split("=")[1]) for line in lines) for lines in (first, second)]
     assert steps[0] == [*range(1, len(steps[0]) + 1)]
-    # The interrupted epoch, of 100 steps, begins again.
+    # The interrupted epoch, of 100 steps, starts again.
     left = 500 - len(steps[0]) // 100 * 100
     assert steps[1] == [*range(len(steps[0]) + 1, len(steps[0]) + 1 + left)]
 
@@ -197,7 +197,7 @@ trainer.fit(model, loader)
 
 
 def test_lightning_must_be_told_the_number_of_hosts(jobs: Jobs):
-    """Else each of two hosts would train on everything: README says what is right."""
+    """Otherwise each of two hosts would train on everything. job.md says what is right."""
     told = re.search(r"Trainer\((num_nodes=.*)\)`", (EXAMPLE / "job.md").read_text())[1]
     for given in (told, ""):
         trainer = LIGHTNING_EPOCH.replace("max_epochs", f"{given}, max_epochs".lstrip(", "))

@@ -21,7 +21,7 @@ from helpers.running import CODE, Running
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 FOLDER = ROOT / "docs" / "environments"
 HOSTS = {"HETERO_DATA_HOSTS": "algo-1:7712"}
-# An environment of one's own, which says where it is stepped.
+# A user's own environment, which prints the host that steps it.
 MINE = """
 import os
 import gymnasium
@@ -41,7 +41,7 @@ gymnasium.register("Telling-v0", Telling, max_episode_steps=500)
 
 
 def start(jobs: Jobs, hosts: int, options: str = "", mine: str = MINE, **changes: str) -> Running:
-    """Start the example with so many data hosts, and a module beside it.
+    """Start the example with this number of data hosts, and the module `mine` beside it.
 
     changes: other values of its constants.
     """
@@ -58,28 +58,28 @@ def start(jobs: Jobs, hosts: int, options: str = "", mine: str = MINE, **changes
 
 
 def finish(jobs: Jobs, job: Running) -> list[str]:
-    """Wait for the job's end, which must be a good one; return the log."""
+    """Wait for the job, which must complete; return its log."""
     end = jobs.wait(job.name)
     assert end["TrainingJobStatus"] == "Completed", end["FailureReason"]
     return job.log()
 
 
 def assert_learnt(log: list[str]) -> None:
-    """The mean return has become much better."""
+    """Check that the mean return has become much better."""
     [last] = [line for line in log if line.startswith("mean return: ")]
     first, last = map(float, re.findall(r"\d+\.\d", last))
     assert last > 2.5 * first
 
 
 def steps(log: list[str], name: str) -> list[float]:
-    """What the training's lines say of this."""
+    """Return the values of `name` in the training's step lines."""
     return [float(re.search(rf" {name}=(\S+)", x)[1]) for x in log if x.startswith("step=")]
 
 
 def test_it_learns_an_environment_of_one_s_own_on_two_hosts(jobs: Jobs):
     log = finish(jobs, start(jobs, 2, ENVIRONMENT='"mine:Telling-v0"'))
     assert_learnt(log)
-    assert steps(log, "environments")[-1] == 16  # eight on the one core that a host has here
+    assert steps(log, "environments")[-1] == 16  # eight per core, and a host has one here
     for step, wait in zip(steps(log, "step_time_ms"), steps(log, "data_wait_ms"), strict=True):
         assert 0 < wait < step
     text = "\n".join(log)
@@ -88,7 +88,7 @@ def test_it_learns_an_environment_of_one_s_own_on_two_hosts(jobs: Jobs):
 
 
 def test_the_only_server_is_killed(jobs: Jobs):
-    """The training waits for it, and goes on."""
+    """The training waits for it, and continues."""
     job = start(jobs, 1)
     jobs.wait_for_log(job.name, "step=10 ")
     job.server(job.host("data_group", 0)).kill()
@@ -101,7 +101,7 @@ def test_the_only_server_is_killed(jobs: Jobs):
 
 @pytest.mark.thorough
 def test_one_server_is_killed_and_then_the_other_one_hangs(jobs: Jobs):
-    """The first is taken back, and without the second the training goes on."""
+    """The first one is used again, and the training continues without the second."""
     job = start(jobs, 2, SECONDS="4", UPDATES="1000")
     jobs.wait_for_log(job.name, "environments=16 ")
     job.server(job.host("data_group", 0)).kill()
@@ -146,9 +146,9 @@ def test_a_module_that_data_hosts_lack(jobs: Jobs):
     "environment, variables, sentence",
     [
         ("Nope-v0", HOSTS, "Environment `Nope` doesn't exist"),
-        ("Pendulum-v1", HOSTS, "its policy is for a Box and Discrete actions, not Box.*, Box"),
-        ("CartPole-v1", {}, "it needs a data_group, and one rank"),
-        ("CartPole-v1", HOSTS | {"WORLD_SIZE": "2"}, "it needs a data_group, and one rank"),
+        ("Pendulum-v1", HOSTS, "needs Box observations and Discrete actions, not Box.*, Box"),
+        ("CartPole-v1", {}, "use a data_group and a single rank"),
+        ("CartPole-v1", HOSTS | {"WORLD_SIZE": "2"}, "use a data_group and a single rank"),
     ],
 )
 def test_what_train_refuses(
@@ -164,7 +164,7 @@ def test_what_train_refuses(
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, grpc.UnaryUnaryMultiCallable]]:
-    """A server by itself, and how to call it."""
+    """A server without a job, and a function that calls it."""
     address = f"unix:{tmp_path}/socket"
     variables = {"HETERO_SERVE_AT": address, "HETERO_TOKEN": "a secret"}
     command = [sys.executable, "serve.py"]
@@ -176,7 +176,7 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, grpc.UnaryUnaryMu
 def test_a_server_wants_the_token_and_ends_with_an_environment(server: tuple):
     process, step = server
     for metadata in ([], [("token", "another")]):
-        with pytest.raises(grpc.RpcError, match="another HETERO_TOKEN"):
+        with pytest.raises(grpc.RpcError, match="wrong or missing HETERO_TOKEN"):
             step(b"", 30, metadata, wait_for_ready=True)
     token, count = [("token", "a secret")], 8 * len(os.sched_getaffinity(0))
     to_the_right = np.ones(count, np.int64).tobytes()
@@ -185,8 +185,8 @@ def test_a_server_wants_the_token_and_ends_with_an_environment(server: tuple):
         np.frombuffer(step(request, 30, token), np.float32, offset=8).reshape(count, 3 + 4)
         for request in (b"", b"", life + to_the_right)
     )
-    with pytest.raises(grpc.RpcError, match="this server has been started again"):
-        step(b"another." + to_the_right, 30, token)  # actions for environments of its past
+    with pytest.raises(grpc.RpcError, match="this server has been restarted"):
+        step(b"another." + to_the_right, 30, token)  # actions from before the restart
     assert (before == same).all() and not before[:, :3].any()
     assert len({*before[:, 3]}) == count  # each has a seed of its own
     assert (after[:, :3] == [1, 1, 0]).all()  # reward, return, done

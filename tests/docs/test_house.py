@@ -1,4 +1,4 @@
-"""Modules are short and without import circles, and tests/README.md says what each test is for."""
+"""Modules are short and have no circular imports, and tests/README.md lists each test file."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ FOLDERS = ("shared", "*.sagemaker", "docs", "scripts", "benchmarks", "tests", ".
 FILES = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
 
 
-# One file that people copy by itself, and that needs nothing else.
+# People copy this file by itself, so it has to stay in one piece.
 LONGER = {"hello.world.sagemaker/code/preflight.py": 500}
 
 
@@ -26,7 +26,7 @@ def test_no_file_has_more_than_400_lines():
 
 
 def imported(path: Path, modules: dict[str, Path], name: str) -> set[str]:
-    """Those of the modules that this one imports when it is imported itself."""
+    """Return which of `modules` the module `name` imports at its top level."""
     parents, found = name.split("."), set()
     if path.stem == "__init__":
         parents.append("")
@@ -42,14 +42,14 @@ def imported(path: Path, modules: dict[str, Path], name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("top", TOPS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_module_imports_itself_by_way_of_others(top: Path):
+def test_there_are_no_circular_imports(top: Path):
     modules = {
         ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__init__"): path
         for path in FILES
         if path.is_relative_to(top)
     }
     graph = {name: imported(path, modules, name) for name, path in modules.items()}
-    assert [*TopologicalSorter(graph).static_order()]  # CycleError names the circle
+    assert [*TopologicalSorter(graph).static_order()]  # CycleError names the cycle
 
 
 def test_the_table_of_promises_has_every_file_and_says_where_it_runs():

@@ -1,4 +1,4 @@
-"""Every link within the repository, in Markdown files and notebooks, leads to something."""
+"""Links within the repository, in Markdown files and notebooks, have targets that exist."""
 
 import json
 import re
@@ -17,7 +17,7 @@ PAGES = [
 
 
 def text_of(page: Path) -> str:
-    """The page's Markdown, without its blocks of code."""
+    """Return the page's Markdown without its code blocks."""
     text = page.read_text()
     if page.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
@@ -26,7 +26,7 @@ def text_of(page: Path) -> str:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """The names that GitHub gives to a page's headings."""
+    """Return the anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.+)$", text_of(page), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -45,7 +45,7 @@ def test_links_lead_to_something(page: Path):
 
 
 def test_readme_is_short_and_leads_to_every_page():
-    """In one click: to docs/, to the examples and to all other pages."""
+    """It links to docs/, to the examples and to all other pages."""
     readme = ROOT / "README.md"
     assert len(readme.read_text().splitlines()) <= 150
     links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text_of(readme))}

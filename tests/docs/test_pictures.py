@@ -1,4 +1,4 @@
-"""The pictures in images/ are what scripts/pictures.py draws, and can be read."""
+"""The pictures in images/ are those that scripts/pictures.py draws, and are easy to read."""
 
 import re
 import sys
@@ -21,7 +21,7 @@ import pictures  # noqa: E402
 pytestmark = pytest.mark.quick
 DRAWN = list(dict.fromkeys(pictures.PICTURES.values()))
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}  # SVG's, and the same in PIL
+ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}  # SVG's names, and PIL's
 
 
 def test_checked_in_pictures_are_those_that_the_script_draws():
@@ -34,13 +34,10 @@ def test_checked_in_pictures_are_those_that_the_script_draws():
 
 @pytest.mark.parametrize("draw", DRAWN, ids=lambda draw: draw.__name__)
 def test_texts_can_be_read(draw: Callable[[], pictures.Picture]):
-    """On a phone, 360 pixels wide, in other fonts, and by eyes that see contrast less well."""
+    """On a phone 360 pixels wide, in other fonts, and for people who see contrast less well."""
     svg = ElementTree.fromstring(pictures.svg(draw))
     assert svg.get("viewBox").startswith("0 0 360 ")
-    texts, shapes = (
-        [],
-        [],
-    )  # each with its place in the file: what comes later covers what was there
+    texts, shapes = [], []  # each with its place in the file: later ones cover earlier ones
     for place, element in enumerate(svg):
         kind, look = element.tag.split("}")[1], svg.attrib | element.attrib
         if kind == "text":
@@ -68,7 +65,7 @@ def test_texts_can_be_read(draw: Callable[[], pictures.Picture]):
 
 
 def extent_of(words: str, look: dict[str, str]) -> Bbox:
-    """Where a text is in DejaVu Sans, or in a font that is up to 4 % wider."""
+    """Return the extent of a text in a font that is 4 % wider than DejaVu Sans."""
     bold = "-Bold" if look["font-weight"] == "bold" else ""
     font = ImageFont.truetype(FONTS / f"DejaVuSans{bold}.ttf", 10 * float(look["font-size"]))
     box = np.reshape(font.getbbox(words, anchor=ANCHORS[look["text-anchor"]]), (2, 2)) / 10
@@ -80,7 +77,7 @@ def is_inside(inner: Bbox, outer: Bbox) -> bool:
 
 
 def contrast(*colours: str) -> float:
-    """From 1 to 21; Web Content Accessibility Guidelines 2.2, which ask for 4.5 (1.4.3)."""
+    """Return the contrast, 1 to 21. WCAG 2.2 asks for at least 4.5 (success criterion 1.4.3)."""
     parts = np.array([to_rgb(colour) for colour in colours])
     linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
     dark, bright = sorted(linear @ (0.2126, 0.7152, 0.0722))
@@ -88,17 +85,17 @@ def contrast(*colours: str) -> float:
 
 
 def alternative(page: str, picture: str) -> str:
-    """What a page says in words for those who cannot see the picture."""
+    """Return a picture's alternative text on a page."""
     return re.search(rf"!\[(.*?)\]\({re.escape(picture)}\)", (ROOT / page).read_text())[1]
 
 
 def test_readme_says_in_words_what_its_picture_shows():
-    """In the notebooks' figures, when they have been run again."""
+    """With the numbers of the notebooks' latest saved run."""
     words = alternative("README.md", "docs/images/result.svg")
     for name, ((before, before_usd), (after, after_usd)) in pictures.results().items():
         said = f"{name}: from {before:,g} to {after:,g} ms, "
         said += f"from USD {before_usd:.2f} to {after_usd:.2f}"
-        assert said in words, f"README says otherwise than its picture: {said}"
+        assert said in words, f"README's picture shows, but its text does not say: {said}"
 
 
 def test_when_says_in_words_what_its_picture_shows():

@@ -1,6 +1,6 @@
 """The lines that README files and docs/ tell people to copy, run as they stand.
 
-Those of TensorFlow's: test_readme_tensorflow.py; of pages with a test of their own: beside this.
+test_readme_tensorflow.py has TensorFlow's; some pages have test files of their own in this folder.
 """
 
 import difflib
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A reader's project, the working directory: code/ with two scripts and what README says."""
+    """A reader's project as the working directory: code/ as README says, with two scripts."""
     code = tmp_path / "code"
     code.mkdir()
     shutil.copytree(EXAMPLE / "code" / "hetero", code / "hetero")
@@ -67,7 +67,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_to_be_copied_is_short():
     for lines in (V3, ENTRY + V2):
         assert count_lines(lines) < 30
-    assert all(count_lines(block) <= 16 for block in CHECKPOINTS.values())  # and a line says which
+    assert all(count_lines(block) <= 16 for block in CHECKPOINTS.values())  # with the title
 
 
 def test_readme_shows_how_after_differs_from_before():
@@ -78,7 +78,7 @@ def test_readme_shows_how_after_differs_from_before():
 
 
 def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
-    """A training script moved over, before.py to after.py: its losses stay what they were."""
+    """A training script that is moved over, before.py to after.py, keeps its losses."""
     images = np.random.default_rng(0).integers(0, 256, (640, 28, 28))
     (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(images))
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(images[:, 0, 0] % 10))
@@ -88,7 +88,7 @@ def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
             **os.environ,
             "PYTHONPATH": str(EXAMPLE / "code"),
             "SM_CHANNEL_TRAINING": str(tmp_path),
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),  # else it litters TMPDIR
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),  # or it would litter TMPDIR
         },
         text=True,
     )
@@ -113,7 +113,7 @@ def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
 
 
 TWO_DATA_HOSTS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 1)}
-# A reader's script around README's lines, which prints who has prepared each rank's samples.
+# A reader's script around README's lines, which prints the host that prepared each sample.
 STREAM = """
 import itertools, os
 import torch.distributed as dist
@@ -182,7 +182,7 @@ def files_of_parquet(folder: Path) -> None:
     ],
 )
 def test_lines_for_streams(jobs: Jobs, tmp_path: Path, write, script, lines):
-    """In a job of two ranks and two data hosts: each sample once an epoch, prepared there."""
+    """In a job of two ranks, two data hosts prepare each sample once per epoch."""
     write(tmp_path)
     data = upload(tmp_path, f"s3://{write.__name__.replace('_', '-')}/train")
     log = log_of(
@@ -206,7 +206,7 @@ def test_lines_for_streams(jobs: Jobs, tmp_path: Path, write, script, lines):
 
 @pytest.mark.thorough
 def test_lines_for_torchrun(jobs: Jobs):
-    """Four ranks, which torchrun starts on two hosts."""
+    """torchrun starts four ranks on two hosts."""
     train = "import torch\nimport torch.distributed as dist\n"
     train += "dist.init_process_group('gloo')\nranks = [None] * dist.get_world_size()\n"
     train += "dist.all_gather_object(ranks, dist.get_rank())\nprint(f'ranks {ranks}')\n"
@@ -239,7 +239,7 @@ TOOLKIT = (
 
 @pytest.mark.thorough
 def test_sdk_v2_with_a_checkpoint_path(project: Path, capfd: pytest.CaptureFixture):
-    """It fails with instance groups, unless it is told what docs/troubleshooting.md says."""
+    """With instance groups it fails without the argument that docs/troubleshooting.md names."""
     paths = 'checkpoint_s3_uri="s3://any/c", checkpoint_local_path="/opt/ml/checkpoints",'
     given = V2.replace("    max_run=", f"    {paths}\n    max_run=")
     with pytest.raises(subprocess.CalledProcessError):
@@ -252,7 +252,7 @@ def test_sdk_v2_with_a_checkpoint_path(project: Path, capfd: pytest.CaptureFixtu
 
 @pytest.mark.thorough
 def test_lines_for_sdk_v2(jobs: Jobs, project: Path):
-    """The request is SDK v2's own, and AWS's toolkit does what it does in framework images."""
+    """SDK v2 makes the request, and AWS's toolkit runs it as in framework images."""
     request = request_of_sdk_v2(V2_GIVEN)
     [data_group, _] = request["ResourceConfig"]["InstanceGroups"]
     data_group["InstanceCount"] = 1  # the toolkit takes seconds on each host
@@ -273,7 +273,7 @@ TELL_STATUS = """
 
 
 def test_lines_for_local_jobs(tmp_path: Path):
-    """In a process of its own, whose AWS is nobody's."""
+    """In a separate process, in which these lines start the local SageMaker."""
     train = "import os\nassert os.listdir(os.environ['SM_CHANNEL_TRAINING']) == ['a']\n"
     train += "print('said by the training')"
     files = {**texts_in(EXAMPLE / "code", "hetero"), **TOY_SCRIPTS, "train.py": train}
@@ -291,11 +291,11 @@ def test_lines_for_local_jobs(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "Completed"
-    assert "said by the training" in done.stderr  # by the SDK, while it waits
+    assert "said by the training" in done.stderr  # printed by the SDK while it waits
 
 
 def test_lines_for_one_s_own_script(tmp_path: Path):
-    """With measured.py copied, and nothing else of this repository."""
+    """With a copy of measured.py, and nothing else from this repository."""
     shutil.copy(ROOT / "shared" / "measured.py", tmp_path)
     (tmp_path / "train.py").write_text(
         "import time\nfrom torch.utils.data import DataLoader\n"
@@ -305,11 +305,11 @@ def test_lines_for_one_s_own_script(tmp_path: Path):
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert re.search(r"step time .* ms \(.*\nwithout data .* ms \(", done.stdout)
-    assert "clusters      for which instance? Give it as instance_type" in done.stdout
+    assert "clusters      the instance type is unknown: pass instance_type" in done.stdout
 
 
 def wheel(folder: Path) -> bytes:
-    """A package as `pip download` brings it."""
+    """Return a wheel such as `pip download` fetches."""
     info = "offline_package-1.0.dist-info"
     with zipfile.ZipFile(folder / "any.whl", "w") as file:
         file.writestr(
@@ -321,7 +321,7 @@ def wheel(folder: Path) -> bytes:
 
 
 def test_requirements_without_internet(jobs: Jobs, tmp_path: Path):
-    """The lines that README puts before the requirements let pip find wheels in code/."""
+    """The lines that job.md puts before the requirements let pip find wheels in code/."""
     [lines] = re.findall(r"```text\n(--no-index\n.*?)```", (EXAMPLE / "job.md").read_text(), re.S)
     files = {"train.py": "", "requirements.txt": f"{lines}offline-package==1.0\n"}
     name = jobs.create(files, "exec python train.py")

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def trained_on(log: list[str]) -> list[tuple[int, int]]:
-    """What Tell has printed: pairs of a number, and of who has prepared it."""
+    """Return what Tell has printed: pairs of a number, and the host or process it came from."""
     pairs = re.findall(r"\[(\d+) (\d+)\]", "\n".join(log))
     return [(int(number), int(who)) for number, who in pairs]
 
@@ -54,7 +54,7 @@ def train_with_tensorflow(jobs: Jobs, data: InputData | None, files: dict, optio
 
 
 def test_lines_for_one_rank(jobs: Jobs, tmp_path: Path):
-    """Two devices in one process: each sample once in each of three epochs."""
+    """Two devices in one process get each sample once in each of three epochs."""
     assert count_lines(TF_FIT) < 20
     options = TF_COMMAND.removeprefix("python -m hetero ").removesuffix(" train.py")
     data = put_numbers(tmp_path, 1500)
@@ -67,9 +67,9 @@ def test_lines_for_one_rank(jobs: Jobs, tmp_path: Path):
 
 @pytest.mark.thorough
 def test_lines_for_several_ranks(jobs: Jobs, tmp_path: Path):
-    """In a pass over the data no record comes twice."""
+    """No record comes twice in a pass over the data."""
     arrive = 2 * 300 * 64  # ranks, steps, batch size
-    data = put_numbers(tmp_path, 2 * arrive)  # so that the first pass is not over
+    data = put_numbers(tmp_path, 2 * arrive)  # so that the first pass does not end
     options = "--ranks 2 --serve service/serve.py --needed first"
     log = train_with_tensorflow(jobs, data, {"train.py": TF_RANKS}, options)
     numbers = [number for number, _ in trained_on(log)]
@@ -115,7 +115,7 @@ def test_lines_for_keras_on_pytorch_s_loader(jobs: Jobs):
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_lines_for_images_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int):
-    """Workers give each image once, with the label of its own."""
+    """Workers give each image once, with its own label."""
 
     classes, labels = 5, {}
     for number in range(300):
@@ -147,8 +147,8 @@ def test_lines_for_sdk_v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     request = request_of_sdk_v2(TF_V2)
     groups = {g["InstanceGroupName"] for g in request["ResourceConfig"]["InstanceGroups"]}
     assert groups == {"data_group", "dnn_group"} and "HETERO_TOKEN" in request["Environment"]
-    names = set(request["HyperParameters"])  # those of the toolkit, which passes them not on
+    names = set(request["HyperParameters"])  # the toolkit's, which it does not pass on
     assert names and all(name.startswith("sagemaker_") for name in names)
     [channel] = request["InputDataConfig"]
     assert channel["ChannelName"] == "training"
-    assert "InstanceGroupNames" not in channel["DataSource"]["S3DataSource"]  # so, for all groups
+    assert "InstanceGroupNames" not in channel["DataSource"]["S3DataSource"]  # so all groups get it

@@ -37,9 +37,9 @@ NAMED = {
     "make bench": "takes long; benchmarks/README.md says what it checks itself",
     "UV_NO_CACHE=1 scripts/setup.sh": "makes the environment that these tests run in",
     "pip download --only-binary=:all: --platform manylinux2014_x86_64 --python-version 3.12 "
-    "-d code -r code/requirements.txt": "needs a package index; what it is for has a test",
+    "-d code -r code/requirements.txt": "needs a package index; test_readme.py has such a wheel",
 }
-# What AWS, pip, Python, torch and SDK v2 say, where a page's table of troubles has others' words.
+# Messages of AWS, pip, Python, torch and SDK v2 in the table of docs/troubleshooting.md.
 OTHERS_WORDS = [
     "CapacityError",
     "It is possible that dataloader's workers are out of shared memory.",
@@ -55,7 +55,7 @@ OTHERS_WORDS = [
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """A page's blocks of code, fenced or indented, each with its language if that is named."""
+    """Return a page's code blocks, fenced or indented, each with its language or ""."""
     text = page.read_text()
     fence = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
     fenced = [(language, code) for _, language, code in fence.findall(text)]
@@ -64,7 +64,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def commands() -> list[str]:
-    """All lines that are for a terminal."""
+    """Return all lines that are for a terminal."""
     return [
         " ".join(line.split())
         for page in PAGES
@@ -85,8 +85,8 @@ def test_python_is_run_by_a_test_or_needs_aws():
 def test_command_runs_or_needs_aws_or_is_named(command: str, tmp_path: Path):
     python, *arguments = shlex.split(command, comments=True)
     if MARK not in command and command not in NAMED:
-        assert python == ".venv/bin/python", "run it here, or say above why not"
-        elsewhere = {**os.environ, "JUPYTER_DATA_DIR": str(tmp_path)}  # where a kernel would go
+        assert python == ".venv/bin/python", "make it run here, or add it to NAMED with the reason"
+        elsewhere = {**os.environ, "JUPYTER_DATA_DIR": str(tmp_path)}  # where kernels are installed
         subprocess.run(
             [sys.executable, *arguments], cwd=ROOT, env=elsewhere, check=True, timeout=60
         )
@@ -114,7 +114,7 @@ def test_flowchart_says_the_same_as_the_advisor():
 
 
 def texts_of_the_code() -> str:
-    """What the code can print, with ... for what it puts into it."""
+    """Return all strings in the code, with ... for the values in f-strings."""
     texts = [(ROOT / "scripts" / "setup.sh").read_text()]
     for folder in ("shared", "pt.grpc.sagemaker/code", "tf.data.service.sagemaker/code"):
         for path in (ROOT / folder).glob("**/*.py"):
@@ -134,5 +134,5 @@ def test_messages_in_the_table_of_troubles_are_those_of_the_code():
     assert len(messages) > 10
     printed = texts_of_the_code() + "\n".join(OTHERS_WORDS)
     for message in messages:
-        for piece in re.split(r"\.\.\.|\d+|[()]", message):  # a value may be at each of these
+        for piece in re.split(r"\.\.\.|\d+|[()]", message):  # the code may insert values here
             assert piece.strip() in printed, message

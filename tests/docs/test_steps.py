@@ -1,4 +1,4 @@
-"""The callbacks of docs/steps.md, as they stand there, on data and steps that take a known time."""
+"""The callbacks of docs/steps.md, as they stand, with data and steps that take a known time."""
 
 import os
 import re
@@ -15,14 +15,14 @@ from helpers.slow import TORCH
 from shared.monitoring import METRIC_DEFINITIONS
 from shared.monitoring.log import LogLine, step_table
 
-# Seconds that a batch and a step take, and how many workers prepare batches meanwhile; what follows
-# of that, in ms: the step with its wait, and the wait.
+# Keys: seconds per batch, seconds per step, and how many workers prepare batches meanwhile.
+# Values, in ms: the resulting step time, which includes the wait for data, and that wait.
 CASES = {
     (0.04, 0.0, 0): (40, 40),
     (0.04, 0.02, 1): (40, 20),
     (0.0, 0.04, 0): (40, 0),
 }
-# What falls between two hooks, and is no wait: the way to the GPU, what logs, and validation.
+# Between two hooks there is more than the wait: the copy to the GPU, logging, and validation.
 LIGHTNING = """
 import lightning as L
 from lightning.pytorch.profilers import Profiler
@@ -106,7 +106,7 @@ class Layer(keras.layers.Layer):
 def slow(batches, seconds, workers):
     dataset = tf.data.Dataset.from_tensors(([[1.0, 2.0]] * 4, [[3.0]] * 4)).repeat(batches)
     dataset = dataset.apply(testing.sleep(int(1e6 * seconds)))
-    options = tf.data.Options()  # else it prefetches anyway
+    options = tf.data.Options()  # otherwise it prefetches anyway
     options.experimental_optimization.inject_prefetch = False
     return dataset.prefetch(1) if workers else dataset.with_options(options)
 
@@ -131,7 +131,7 @@ os._exit(0)  # TensorFlow can take a minute to destroy an iterator
 
 
 def tables(script: str, folder: Path) -> dict[str, pd.DataFrame]:
-    """What the project's readers find in the log of a script, for each of its cases."""
+    """Run a script; return what `step_table` finds in its log, for each of its cases."""
     (folder / "train.py").write_text(script.replace("CASES", str([*CASES])))
     done = subprocess.run(
         [sys.executable, "train.py", str(folder)],
@@ -140,14 +140,14 @@ def tables(script: str, folder: Path) -> dict[str, pd.DataFrame]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    output = done.stdout.decode()  # whose lines do not end where a progress bar begins again
+    output = done.stdout.decode()  # text mode would split lines at a progress bar's \r
     assert done.returncode == 0, output
     found: dict[str, list[LogLine]] = {}
     for part in re.split("^case ", output, flags=re.M)[1:]:
         case, *texts = part.split("\n")
         now = datetime.now(timezone.utc)
         found.setdefault(case, []).extend(LogLine(now, "algo-1", "dnn_group", t) for t in texts)
-    for definition in METRIC_DEFINITIONS[1:3]:  # as SageMaker finds the same
+    for definition in METRIC_DEFINITIONS[1:3]:  # SageMaker finds the same values
         for lines in found.values():
             graphed = [re.search(definition["Regex"], line.text) for line in lines]
             values = [float(match[1]) for match in graphed if match]
@@ -156,7 +156,7 @@ def tables(script: str, folder: Path) -> dict[str, pd.DataFrame]:
 
 
 def differences(found: dict[str, pd.DataFrame], is_keras: bool) -> list[str]:
-    """Where the lines say something else than what takes how long, or have validation in them."""
+    """Return the cases whose lines have wrong times, or include validation."""
     wrong = []
     assert {*found} >= {f"{data} {step} {workers}" for data, step, workers in CASES}
     for case, table in found.items():
@@ -173,21 +173,21 @@ def differences(found: dict[str, pd.DataFrame], is_keras: bool) -> list[str]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("framework", STEPS)
 def test_steps_and_waits_are_what_they_take(framework: str, tmp_path: Path):
-    """Where data is the limit, where it is not, and where half of it is hidden by the steps."""
+    """With data as the limit, with steps as the limit, and with half of the data time hidden."""
     script = {
         "Lightning": lambda block: TORCH + LIGHTNING.replace("\nfor data", f"{block}\nfor data"),
         "Trainer": lambda block: TORCH + TRAINER.replace("\nfor data", f"{block}\nfor data"),
         "Keras": lambda block: KERAS.replace("\nclass Layer", f"{block}\nclass Layer"),
     }[framework](STEPS[framework])
-    for _ in range(4):  # a machine may be too busy, now and then
+    for _ in range(4):  # the machine may be too busy at times
         found = tables(script, tmp_path)
         if framework == "Keras":
             assert found.pop("another rank").empty
-            # No line is of steps before validation, at 20, and after it.
+            # No line covers steps on both sides of validation, which follows step 20.
             assert [*found["0.04 0.0 0"]["step"]] == [11, 30, 40, 15, 30, 40]
         if not differences(found, framework == "Keras"):
             return
-    pytest.fail("see what has been printed")
+    pytest.fail("the times are wrong: see the tables in the output")
 
 
 def test_the_callbacks_are_short():

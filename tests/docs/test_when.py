@@ -1,4 +1,4 @@
-"""Where docs/when.md puts `measured` into a framework: it finds there what a step takes."""
+"""`measured` finds the step times in a framework if it is put where docs/when.md says."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from helpers.pages import ROOT
 from helpers.slow import TORCH
 
 ROWS = dict(re.findall(r"^\| (.+?) \| .*?`(.+?)`", (ROOT / "docs/when.md").read_text(), re.M))
-# Two workers take 60 ms for a batch, and a step 15 ms without it.
+# Each of two workers takes 60 ms per batch, and a step without data takes 15 ms.
 BEGIN = """
 from measured import measured
 
@@ -75,7 +75,7 @@ LINE:
 )
 def test_measured_finds_both_step_times_in(row: str, script: str, tmp_path: Path):
     (tmp_path / "train.py").write_text(TORCH + BEGIN + script.replace("LINE", ROWS[row]))
-    for _ in range(4):  # a machine may be too busy, now and then
+    for _ in range(4):  # the machine may be too busy at times
         said = subprocess.check_output(
             [sys.executable, "train.py", str(tmp_path)],
             cwd=tmp_path,
@@ -90,4 +90,4 @@ def test_measured_finds_both_step_times_in(row: str, script: str, tmp_path: Path
         print(found)
         if [found["step_ms"], found["accelerator_ms"]] == pytest.approx([30, 15], abs=4):
             return
-    pytest.fail("see what has been printed")
+    pytest.fail("the step times are wrong: see the output")

@@ -1,4 +1,4 @@
-"""hello world's train.py in images whose toolkit is older or missing."""
+"""hello world's train.py in images whose toolkit is older, missing or wrong."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from helpers.jobs import Jobs
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 CODE = Path(__file__).parents[2] / "hello.world.sagemaker" / "code"
 GROUPS = {"group_1": ("ml.c5.xlarge", 1), "group_2": ("ml.m5.xlarge", 1)}
-# The toolkit that is installed here, less what 5.0.0 has not.
+# The toolkit that is installed here, without what version 5.0.0 lacks.
 OLDER = """
 import runpy
 from sagemaker_training.environment import Environment
@@ -32,7 +32,7 @@ runpy.run_path("train.py", run_name="__main__")
         (DIFFERS, "Failed", "The toolkit and resourceconfig.json differ in ['is_master']."),
     ],
 )
-def test_a_toolkit_may_know_less_but_nothing_else(script: str, status: str, line: str, jobs: Jobs):
+def test_a_toolkit_may_know_less_but_not_differ(script: str, status: str, line: str, jobs: Jobs):
     files = {"train.py": (CODE / "train.py").read_text(), "start.py": script}
     job = jobs.run(files, "python start.py", GROUPS)
     assert job["TrainingJobStatus"] == status

@@ -1,4 +1,4 @@
-"""hello world's preflight.py: what it finds on hosts that are well, and on hosts that are not."""
+"""hello world's preflight.py: what it finds on healthy hosts and on hosts with faults."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ SECURITY_GROUP = "the job's security group must allow all traffic from itself."
 
 
 def changed(text: str = PREFLIGHT, **values: object) -> str:
-    """preflight.py with other values of its constants."""
+    """Return preflight.py with other values of its constants."""
     for name, value in values.items():
         text, count = re.subn(
             rf"^([A-Z_, ]*\b{name}\b[A-Z_, ]* = .*)$",
@@ -31,7 +31,7 @@ def changed(text: str = PREFLIGHT, **values: object) -> str:
 
 
 def without(text: str, *frameworks: str) -> str:
-    """preflight.py as it is in an image that lacks these frameworks."""
+    """Return preflight.py as it runs in an image without these frameworks."""
     for name in frameworks:
         find = f'importlib.util.find_spec("{name}")'
         assert find in text
@@ -50,7 +50,7 @@ def start(
 
 
 def replace(old: str, new: str, group: str) -> str:
-    """Lines for `before`: on the hosts of `group` preflight.py has `new` in the place of `old`."""
+    """Return lines for `before` that change `old` to `new` in preflight.py on hosts of `group`."""
     assert PREFLIGHT.count(old) == 1, old
     return (
         f"path = pathlib.Path('preflight.py')\nif group == {group!r}:\n"
@@ -59,7 +59,7 @@ def replace(old: str, new: str, group: str) -> str:
 
 
 def said(job: dict) -> list[str]:
-    """What the leader has printed: the table, and what failed. (The other training hosts: less.)"""
+    """Return what the leader printed: the table and the failures. (Others print less.)"""
     lines = monitoring.logs(job["TrainingJobName"])
     table = [line for line in lines if re.match(r"ports reached  ", line.text)]
     texts = [line.text for line in lines if line.host == table[0].host]
@@ -67,22 +67,22 @@ def said(job: dict) -> list[str]:
 
 
 def failures(job: dict) -> list[str]:
-    """The lines below the table that say what failed, unwrapped."""
+    """Return the failures below the table, unwrapped."""
     text = "\n".join(said(job)).split("\npreflight: ")[0]
     found = re.findall(r"^FAILED  (.*(?:\n {8}.*)*)", text, re.MULTILINE)
     return [re.sub(r"\s+", " ", sentence) for sentence in found]
 
 
 def row(job: dict, label: str) -> list[str]:
-    """The cells of one row of the table."""
+    """Return the cells of one row of the table."""
     line = next(line for line in said(job) if line.startswith(f"{label}  "))
     return re.split(r"\s{2,}", line)[1:]
 
 
-def test_hosts_that_are_well(jobs: Jobs):
+def test_healthy_hosts(jobs: Jobs):
     groups = {"data_group": ("ml.c6i.4xlarge", 1), "dnn_group": ("ml.g5.xlarge", 2)}
-    warn = "import atexit; atexit.register(print, 'a warning, as torchrun has them')"
-    text = PREFLIGHT.replace("import torch\n", f"import torch; {warn}\n")  # the last line, then
+    warn = "import atexit; atexit.register(print, 'a warning, as from torchrun')"
+    text = PREFLIGHT.replace("import torch\n", f"import torch; {warn}\n")  # printed last
     job = jobs.wait(start(jobs, text, groups))
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     assert row(job, "instance type") == ["ml.c6i.4xlarge", "ml.g5.xlarge", "ml.g5.xlarge"]
@@ -100,7 +100,7 @@ def test_hosts_that_are_well(jobs: Jobs):
     assert max(map(len, said(job))) <= 105
 
 
-def test_one_host_without_a_group_of_its_own(jobs: Jobs):
+def test_one_host_without_instance_groups(jobs: Jobs):
     job = jobs.wait(start(jobs, groups=None, environment={}))
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     assert row(job, "all-reduce") == ["gloo, alone: works"]
@@ -112,7 +112,7 @@ def test_a_framework_that_does_not_load(jobs: Jobs, text: str):
     job = jobs.wait(start(jobs, groups=None, environment={}, before=broken))
     assert job["TrainingJobStatus"] == "Failed"
     [sentence] = failures(job)
-    assert re.search(r"the framework does not load \(.*Error: .*\): take another image\.", sentence)
+    assert re.search(r"the framework does not load \(.*Error: .*\): use another image\.", sentence)
 
 
 NVIDIA_SMI = """
@@ -131,9 +131,9 @@ if group == "data_group":
 
 
 def test_what_is_wrong_with_a_host_itself(jobs: Jobs):
-    """All at once. A sum over a network interface that is not there fails too.
+    """Several faults at once; the all-reduce fails for lack of its network interface, too.
 
-    The data host's PyTorch is one with CUDA, which the driver is too old for; the other's has none.
+    The driver is too old for the CUDA of the data host's PyTorch; the other's PyTorch has no CUDA.
     """
     wrong_interface = replace('config["network_interface_name"]', '"eth7"', "dnn_group")
     smi = f"""
@@ -151,15 +151,15 @@ os.chmod("nvidia-smi", 0o755)
     data, dnn = (rf"On algo-\d \({group}\): " for group in GROUPS)
     for sentence in (
         data + r"1 GPU\(s\), driver 470\.1\.2, but PyTorch 2\.\S+ \(CUDA 13\.0\) sees 0: put env "
-        r"LD_LIBRARY_PATH=/proc:\$LD_LIBRARY_PATH before python in the job's command, or take an "
+        r"LD_LIBRARY_PATH=/proc:\$LD_LIBRARY_PATH before python in the job's command, or use an "
         r"image with an older CUDA, which this driver supports\.",
         data + r"/dev/shm has \d+ MiB, and the examples need 1073741824: start fewer worker",
-        data + r"another program listens on port \d+2: take an image that starts none, or change",
-        dnn + r"1 GPU\(s\), driver 470\.1\.2, but PyTorch 2\.\S+ \(no CUDA\) sees 0: take an image "
+        data + r"another program listens on port \d+2: use an image that does not start it, or",
+        dnn + r"1 GPU\(s\), driver 470\.1\.2, but PyTorch 2\.\S+ \(no CUDA\) sees 0: use an image "
         r"for GPUs\.",
         dnn + r"/dev/shm has",
         dnn + r"no network interface is named eth7, only lo.*: have the launcher set GLOO_SOCKET_",
-        dnn + r"the all-reduce \(gloo\) failed, .*eth7.*: take another image\.",
+        dnn + r"the all-reduce \(gloo\) failed, .*eth7.*: use another image\.",
     ):
         assert re.search(sentence, found), (sentence, found)
     assert row(job, "GPUs") == ["1 x NVIDIA A10G"] * 2
@@ -167,16 +167,16 @@ os.chmod("nvidia-smi", 0o755)
     assert row(job, "all-reduce") == ["-", "FAILED"]
     first = failures(job)[0]
     assert job["FailureReason"].startswith(f"AlgorithmError: {first}")
-    assert len(failures(job)) == 7  # nobody tries the port that is taken
+    assert len(failures(job)) == 7  # no host tries the port that is taken
 
 
-# The jobs below are about the hosts' connections, and need no seconds for PyTorch's start.
+# The jobs below test connections, and save the seconds that importing PyTorch takes.
 FAST = without(PREFLIGHT, "torch", "tensorflow")
 ADDRESS = "return self.addresses.get(host, host)"
 
 
 def test_a_host_that_another_does_not_reach(jobs: Jobs):
-    """The data host reaches the leader, but not the other way round, as by one-sided rules."""
+    """The data host reaches the leader, but not vice versa, as with one-sided network rules."""
     elsewhere = 'return "127.255.255.1" if host != self.here else self.addresses[host]'
     text = changed(FAST, REACH_SECONDS=2)
     job = jobs.wait(start(jobs, text, before=replace(ADDRESS, elsewhere, "dnn_group")))
@@ -199,7 +199,7 @@ def test_a_name_that_does_not_resolve(jobs: Jobs):
         r"resolve within 2 s: enable DNS resolution and hostnames in the VPC\.",
         job["FailureReason"],
     )
-    # SageMaker tells the leader of the host's end, and it does not wait any longer.
+    # SageMaker tells the leader that a host has ended, so it stops waiting.
     assert re.match(r"algo-\d \(data_group\) did not report, or has ended", failures(job)[0])
     assert job["TrainingTimeInSeconds"] < 30
 
@@ -209,7 +209,7 @@ def test_a_host_that_does_not_come(jobs: Jobs):
     job = jobs.wait(start(jobs, changed(FAST, JOIN_SECONDS=2), before=before))
     assert re.search(r"algo-\d \(data_group\) did not report", job["FailureReason"])
     assert failures(job)[0].endswith(f"see its log; {SECURITY_GROUP}")
-    assert row(job, "vCPUs usable")[0] == "-"  # and the leader's, beside it, is there
+    assert row(job, "vCPUs usable")[0] == "-"  # the data host's
 
 
 DIES = "os._exit(3)"
@@ -221,7 +221,7 @@ HANGS = (  # until it is killed, as SageMaker would do after two minutes
 
 @pytest.mark.parametrize("ends", [DIES, HANGS], ids=["dies", "hangs"])
 def test_a_host_that_is_lost_on_the_way(ends: str, jobs: Jobs):
-    """When its data is asked for. What has been found until then is shown, and soon."""
+    """It is lost when it should send data. The leader soon shows what it has found so far."""
     old = 'if ask == "exchange":'
     new = f'if ask == "bytes": {ends}\n            {old}'
     text = changed(FAST, CHECK_SECONDS=4, REACH_SECONDS=1, ANSWER_SECONDS=2)
@@ -259,15 +259,15 @@ if group == "data_group":
 
 
 def test_strangers_at_a_port(jobs: Jobs):
-    """More of them than the leader hears at a time, before the data host comes."""
+    """Before the data host connects, more strangers do than the leader serves at a time."""
     job = jobs.wait(start(jobs, FAST, before=STRANGERS))
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
-    assert job["TrainingTimeInSeconds"] < 40  # none of them is heard for longer than five seconds
-    assert sum("connected, but is not of this job" in line for line in said(job)) == 1
+    assert job["TrainingTimeInSeconds"] < 40  # each is cut off after five seconds
+    assert sum("connected, but is not a host of this job" in line for line in said(job)) == 1
 
 
 def test_a_job_that_is_stopped_ends_soon(jobs: Jobs):
-    """While the leader waits for a host, as it would for ten minutes, and a host does nothing."""
+    """Even while the leader waits for a host that does nothing, which may take ten minutes."""
     old = "team = Team(cluster)"
     before = replace(old, f"time.sleep(100)\n    {old}", "data_group")
     name = start(jobs, changed(FAST, STOP_SECONDS=2), before=before)
@@ -280,12 +280,12 @@ def test_a_job_that_is_stopped_ends_soon(jobs: Jobs):
 
 
 def test_a_gpu_instance_without_gpu_on_aws(jobs: Jobs):
-    """As with the image for CPUs; and TensorFlow's view, where there is no PyTorch."""
-    # Without the map of addresses: as on AWS, where the one host needs no other.
+    """As with an image for CPUs. Without PyTorch, the preflight checks TensorFlow."""
+    # Without the map of addresses, as on AWS; a single host does not need it.
     command = "unset LOCAL_SAGEMAKER; exec python preflight.py"
     groups = {"dnn_group": ("ml.g5.xlarge", 1)}
     job = jobs.wait(start(jobs, without(PREFLIGHT, "torch"), groups, command=command))
-    reason = r"ml\.g5\.xlarge has GPUs, but nvidia-smi lists none: take an image for GPUs\."
+    reason = r"ml\.g5\.xlarge has GPUs, but nvidia-smi lists none: use an image for GPUs\."
     assert re.search(reason, job["FailureReason"])
     assert row(job, "framework")[0].startswith("TensorFlow 2.")
     assert row(job, "all-reduce") == ["not checked: no PyTorch"]
@@ -293,7 +293,7 @@ def test_a_gpu_instance_without_gpu_on_aws(jobs: Jobs):
 
 def test_several_hosts_need_a_token(jobs: Jobs):
     job = jobs.wait(start(jobs, FAST, environment={}))
-    assert "put HETERO_TOKEN, a random text" in job["FailureReason"]
+    assert "set HETERO_TOKEN in the job's environment" in job["FailureReason"]
 
 
 def test_groups_of_other_names_need_to_say_which_of_them_trains(jobs: Jobs):

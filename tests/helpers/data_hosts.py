@@ -1,4 +1,4 @@
-"""Data hosts as processes of their own, which tests may harm, and loaders that they feed."""
+"""Data hosts as separate processes, which tests can kill or freeze, and loaders that they feed."""
 
 import gc
 import os
@@ -24,19 +24,18 @@ from helpers.pages import EXAMPLE, ROOT
 from helpers.waiting import wait_until, wait_until_gone
 
 CODE = EXAMPLE / "code"
-PATHS = (
-    f"{CODE}:{ROOT / 'tests'}"  # what is beside a training script is beside the data hosts' code
-)
+# Data hosts can import everything that is next to the training script.
+PATHS = f"{CODE}:{ROOT / 'tests'}"
 TOKEN = "a token"
-# Below those that Linux gives; of several test processes (pytest-xdist) each has its own.
+# The ports are below Linux's ephemeral ports. Each test process (pytest-xdist) has its own ports.
 PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS = iter(random.sample(range(30_000 + PROCESS % 8, 32_768, 8), 346))
 
 
 class DataHost:
-    """`python -m feed.server`. When it has ended, `start` starts it again at its address.
+    """A data host that runs `python -m feed.server`; `start` restarts it at the same address.
 
-    setup: Python code to run before, such as one that shortens a time. folder: where it runs.
+    setup: Python code to run first, for example to shorten a timeout. folder: working directory.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class DataHost:
         if self.setup:
             program = ["-c", f"{self.setup}; import feed.server; feed.server.main()"]
         self.process = psutil.Popen(
-            # It shall end with this process, also when that is killed.
+            # It must end with this process, even if this process is killed.
             ["setpriv", "--pdeathsig", "KILL", sys.executable, *program, self.address]
             + ["--workers", str(self.workers)],
             cwd=self.folder,
@@ -76,16 +75,17 @@ class DataHost:
         return self
 
     def said(self) -> str:
-        return os.pread(self.output.fileno(), 1 << 20, 0).decode()  # it writes to the same file
+        # Not `read`, which would move the file offset that the data host writes at.
+        return os.pread(self.output.fileno(), 1 << 20, 0).decode()
 
     def processes(self) -> list[psutil.Process]:
-        """It and all of its children."""
+        """Return the data host's process and all of its descendants."""
         with suppress(psutil.NoSuchProcess):
             return [self.process, *self.process.children(recursive=True)]
         return []
 
     def worker_processes(self) -> list[psutil.Process]:
-        """Those that prepare samples: each is the child of a process that has a Dataset."""
+        """Return the processes that prepare samples: children of those that have a Dataset."""
         found = []
         for child in self.processes()[1:]:
             with suppress(psutil.NoSuchProcess):
@@ -94,7 +94,7 @@ class DataHost:
         return found
 
     def kill(self) -> None:
-        """Kill its first process, whose end is that of the others."""
+        """Kill the data host's first process, and wait until its descendants have ended too."""
         processes = self.processes()
         self.process.kill()
         self.process.wait()
@@ -110,14 +110,14 @@ class DataHost:
 
 
 def kill_at_random(hosts: list[DataHost], chance: random.Random, times: int) -> threading.Thread:
-    """Start a thread that kills hosts, which come back, and single processes of theirs."""
+    """Start a thread that kills and restarts random hosts, and kills single worker processes."""
 
     def kill() -> None:
         for number in range(times):
             time.sleep(chance.uniform(0, 0.6))
             host = chance.choice(hosts)
             if number % 2 and (processes := host.worker_processes()):
-                with suppress(psutil.NoSuchProcess):  # it has ended by itself
+                with suppress(psutil.NoSuchProcess):  # the worker has ended by itself
                     chance.choice(processes).kill()
             else:
                 host.kill()
@@ -131,9 +131,9 @@ def kill_at_random(hosts: list[DataHost], chance: random.Random, times: int) -> 
 
 @contextmanager
 def starting() -> Iterator[Callable[..., DataHost]]:
-    """Start data hosts, one worker each, that a test may harm.
+    """Provide a function that starts data hosts, with one worker each by default.
 
-    After it nothing is left of them, nor of their clients in this process.
+    At the end, no process of theirs and no thread of their clients is left.
     """
     hosts, before = [], set(threading.enumerate())
 
@@ -144,7 +144,7 @@ def starting() -> Iterator[Callable[..., DataHost]]:
     try:
         yield start
     finally:
-        gc.collect()  # loaders that still wait for hosts would wait for them in vain
+        gc.collect()  # delete loaders that still wait for these hosts
         processes = [process for host in hosts for process in host.processes()]
         for process in processes:
             with suppress(psutil.NoSuchProcess):
@@ -154,7 +154,7 @@ def starting() -> Iterator[Callable[..., DataHost]]:
 
 
 def up(*hosts: DataHost) -> list[DataHost]:
-    """The hosts, once they serve."""
+    """Wait until the hosts serve, and return them."""
     return [host.wait_until_serving() for host in hosts]
 
 
@@ -166,13 +166,13 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def wait_for_threads(before: set[threading.Thread]) -> None:
-    """Wait until there are no other threads than before."""
-    gc.collect()  # those of a client end with it
+    """Wait until there are only the threads in `before`."""
+    gc.collect()  # a client's threads end when it is deleted
     wait_until_gone(lambda: [*set(threading.enumerate()) - before], seconds=30)
 
 
 def free_port() -> int:
-    """Return a port that has not been returned before, and that no connection is given by Linux."""
+    """Return a new port each time, outside the range of Linux's ephemeral ports."""
     for port in PORTS:
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
@@ -181,14 +181,14 @@ def free_port() -> int:
 
 
 def environment_of(hosts: list[DataHost]) -> dict[str, str]:
-    """The environment of a training script that these data hosts feed."""
+    """Return the environment of a training script that these data hosts feed."""
     addresses = ",".join(host.address for host in hosts)
     told = {"HETERO_DATA_HOSTS": addresses, "HETERO_TOKEN": TOKEN, "PYTHONPATH": PATHS}
     return os.environ | told
 
 
 def remote(hosts: list[DataHost], dataset: Any, **options: Any) -> RemoteDataset:
-    """The line of a training script, on these data hosts; without any, samples are made here."""
+    """Make a RemoteDataset on these data hosts; without hosts, it prepares samples locally."""
     with mock.patch.dict(os.environ, environment_of(hosts)):
         return RemoteDataset(dataset, **options)
 
@@ -196,7 +196,7 @@ def remote(hosts: list[DataHost], dataset: Any, **options: Any) -> RemoteDataset
 def loader_of(
     hosts: list[DataHost], dataset: Any, batches: Any = None, timeout: float = 60.0, **options: Any
 ) -> DataLoader:
-    """A loader of some batches of samples, which are joined to lists only."""
+    """Return a DataLoader that collates samples into lists; `batches` is its batch sampler."""
     options = {"collate_fn": list, **options}
     if batches is not None:
         options["batch_sampler"] = batches
@@ -204,7 +204,7 @@ def loader_of(
 
 
 def two_epochs(dataset: IterableDataset, **options: Any) -> list:
-    """All batches of a stream, of a training that begins with the same random numbers each time."""
+    """Return all batches of two epochs of a stream, with the same random seeds in each call."""
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
     loader = DataLoader(dataset, **{"batch_size": 7, **options})
     return [list(loader) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""tf.data.service in the test's own process, and numbers for tests that count them."""
+"""tf.data.service in the test's own process, and datasets of numbers that tests can count."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from sagemaker.core.training.configs import InputData
 
 @contextmanager
 def dispatcher_of(workers: int) -> Iterator[str]:
-    """Start a dispatcher with so many workers; give its HOST:PORT."""
-    import tensorflow as tf  # takes seconds in each process that only collects the tests
+    """Start a dispatcher and its workers; yield the dispatcher's HOST:PORT."""
+    import tensorflow as tf  # here, because it would slow down test collection by seconds
 
     service = tf.data.experimental.service
     dispatcher = service.DispatchServer()
@@ -26,7 +26,7 @@ def dispatcher_of(workers: int) -> Iterator[str]:
 
 
 def put_numbers(folder: Path, records: int, files: int = 12) -> InputData:
-    """A channel of numbers in TFRecord files."""
+    """Put numbers into TFRecord files on S3; return a channel with them."""
     import tensorflow as tf
 
     s3 = boto3.client("s3")
@@ -41,7 +41,7 @@ def put_numbers(folder: Path, records: int, files: int = 12) -> InputData:
 
 @contextmanager
 def data_hosts(workers: int, ranks: int = 1) -> Iterator[None]:
-    """What `distribute` finds in its environment, and in this process."""
+    """Set up the environment and module state that `distribute` needs, with a data service."""
     from service import distributed
 
     with pytest.MonkeyPatch.context() as patch, dispatcher_of(workers) as address:
@@ -53,12 +53,12 @@ def data_hosts(workers: int, ranks: int = 1) -> Iterator[None]:
 
 
 def numbered(numbers: Any) -> Any:
-    """With the label of each."""
+    """Add a label to each number."""
     return numbers.map(lambda n: (n, 7 * n))
 
 
 def counted(dataset: Any) -> Counter:
-    """How often each pair of a number and its label comes."""
+    """Count how often each pair of a number and its label occurs."""
     return Counter(
         pair
         for numbers, labels in dataset.as_numpy_iterator()

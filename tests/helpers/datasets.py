@@ -1,6 +1,6 @@
-"""Datasets and streams for the tests of the loader, which data hosts import from this file.
+"""Datasets and streams for tests of the loader. Data hosts import them from this file.
 
-Those of a training script, whose classes are of `__main__`, are in test_travel.py.
+test_travel.py has Datasets that are defined in a training script, in `__main__`.
 """
 
 import os
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-SAMPLES = 61  # nothing divides it: ranks and batches have odd ends
+SAMPLES = 61  # a prime, so ranks and batches never divide it evenly
 
 
 class Numbers(Dataset):
@@ -34,7 +34,7 @@ class Numbers(Dataset):
 
 
 class Crop:
-    """A transform with a generator of its own."""
+    """A transform with its own random number generator."""
 
     def __init__(self):
         self.generator = torch.Generator()
@@ -44,7 +44,7 @@ class Crop:
 
 
 class Draws(Dataset):
-    """Samples with random numbers of everything that gives some."""
+    """Samples with random numbers from every kind of generator."""
 
     def __init__(self):
         self.generator, self.state = np.random.default_rng(0), np.random.RandomState(0)
@@ -60,14 +60,14 @@ class Draws(Dataset):
 
 
 class Together(Numbers):
-    """Has its own way to prepare a whole batch, as Hugging Face's Datasets."""
+    """A Dataset that prepares whole batches in `__getitems__`, as Hugging Face's Datasets do."""
 
     def __getitems__(self, indices: list[int]) -> list:
         return [(index, len(indices), torch.rand(1)) for index in indices]
 
 
 class Steady(Dataset):
-    """Large samples with random numbers, of which each takes a while."""
+    """Large samples with random numbers, each of which takes 20 ms."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -78,7 +78,7 @@ class Steady(Dataset):
 
 
 class Paced(Dataset):
-    """A sample takes as many milliseconds as the data host's environment says: PACE."""
+    """Samples that each take PACE milliseconds; PACE is in the data host's environment."""
 
     def __len__(self) -> int:
         return 100_000
@@ -90,7 +90,7 @@ class Paced(Dataset):
 
 
 class TakesItsTime(Numbers):
-    """To be loaded, and to prepare a sample."""
+    """A Dataset that takes 3 s to load, and 3 s to prepare its first sample."""
 
     def __getstate__(self) -> dict:
         return {"any": "thing"}
@@ -105,7 +105,7 @@ class TakesItsTime(Numbers):
 
 
 class Made(Dataset):
-    """Is made on data hosts, whose environment may make it another one: LENGTH, SHIFT."""
+    """A Dataset that LENGTH and SHIFT in the environment of a data host can change."""
 
     def __init__(self, length: int):
         self.length, self.process = int(os.environ.get("LENGTH", length)), os.getpid()
@@ -119,14 +119,14 @@ class Made(Dataset):
 
 
 class ByRank(Numbers):
-    """Each sample is the rank that it is for, and the world size."""
+    """Each sample is the rank that it is prepared for, and the world size."""
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
 
 
 class Stream(IterableDataset):
-    """Shares its numbers out among the workers, and draws random numbers of everything."""
+    """Shards its numbers among the workers, and draws random numbers from several generators."""
 
     def __init__(self, length: int = SAMPLES, seconds: float = 0.0):
         self.length, self.seconds, self.epoch = length, seconds, -1
@@ -134,7 +134,7 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[dict]:
         info = get_worker_info()
-        self.epoch += 1  # where the same object is iterated over again
+        self.epoch += 1  # increases if the same object is iterated over again
         worker, num_workers, seed = (info.id, info.num_workers, info.seed) if info else (0, 1, 0)
         for number in range(self.start + worker, self.length, num_workers):
             time.sleep(self.seconds)
@@ -143,14 +143,14 @@ class Stream(IterableDataset):
 
 
 class SizedStream(Stream):
-    """One that knows how long it is."""
+    """A stream that knows its length."""
 
     def __len__(self) -> int:
         return self.length
 
 
 class RankStream(Stream):
-    """Shares its numbers out among the ranks, too."""
+    """Shards its numbers among the ranks as well."""
 
     def __iter__(self) -> Iterator[tuple]:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -162,7 +162,7 @@ class RankStream(Stream):
 
 
 class Shifted(Stream):
-    """Has a number in memory that workers share, as Hugging Face's Datasets have their epoch."""
+    """Has a number in memory shared by its workers, as Hugging Face's Datasets do for the epoch."""
 
     def __init__(self):
         super().__init__()
@@ -174,10 +174,10 @@ class Shifted(Stream):
 
 
 def my_share(worker: int) -> None:
-    """As the page of torch on IterableDataset has it."""
+    """Shard the stream in worker_init_fn, as PyTorch's documentation of IterableDataset shows."""
     info = get_worker_info()
     info.dataset.start, info.dataset.length = 20 * worker, 20 * worker + 20
-    info.dataset.start -= worker  # what it does itself
+    info.dataset.start -= worker  # because Stream.__iter__ adds it
 
 
 def crop(image: torch.Tensor) -> torch.Tensor:
@@ -187,12 +187,12 @@ def crop(image: torch.Tensor) -> torch.Tensor:
 
 
 def label_and_shade(sample: dict) -> tuple[int, float]:
-    """As a transform of wids."""
+    """Return label and mean brightness, as a transform for wids does."""
     return sample[".cls"], np.asarray(sample[".jpg"]).mean()
 
 
 class TroubledStream(IterableDataset):
-    """Numbers, in whose place some raise, kill their process, last for ever, or can't travel."""
+    """A stream of numbers. Special numbers raise, kill the process, hang, or cannot be pickled."""
 
     def __init__(self, *numbers: int):
         self.numbers, self.generator = numbers, None
@@ -218,7 +218,7 @@ class Unreadable:
 
 
 class OddStream(IterableDataset):
-    """Streams with something unusual, which one of the methods is about."""
+    """Unusual streams. The method that `kind` names says what is unusual."""
 
     def __init__(self, kind: str, file: Path | None = None):
         self.kind, self.file = kind, file
@@ -251,7 +251,7 @@ class OddStream(IterableDataset):
 
     def is_large_and_endless(self) -> Iterator[np.ndarray]:
         for number in range(10**9):
-            self.file.write_text(str(number))  # how many there have been
+            self.file.write_text(str(number))  # how many it has yielded
             yield np.full(1_000_000, number % 256, np.uint8)
 
     def is_its_own_iterator(self) -> Iterator[int]:
@@ -263,18 +263,18 @@ class OddStream(IterableDataset):
 
 
 class SampleIsBroken(Exception):
-    """What a Dataset may raise."""
+    """An error that a Dataset raises."""
 
 
 class Panic(BaseException):
-    """As libraries in Rust raise: no Exception."""
+    """An error that is not an Exception, as libraries in Rust raise."""
 
 
 RAISING, PANICKING, DEADLY, SLOW, BIG = range(-5, 0)
 
 
 class Troubled(Dataset):
-    """Of its samples some raise, kill their process, last for ever, or are large."""
+    """A Dataset with samples that raise, kill the process, hang, or are large."""
 
     def __len__(self) -> int:
         return 1000
@@ -284,9 +284,9 @@ class Troubled(Dataset):
             raise SampleIsBroken("a sample is broken: caf\udce9.jpg")  # not Unicode
         if index == PANICKING:
             raise Panic("index out of bounds")
-        if index == DEADLY:  # as one that takes too much memory
+        if index == DEADLY:  # as when the process runs out of memory
             os.kill(os.getpid(), signal.SIGKILL)
-        if index == SLOW:  # longer than a test may last
+        if index == SLOW:  # sleeps longer than any test may take
             print("asleep", flush=True)
             time.sleep(600)
         if index == BIG:
@@ -300,7 +300,7 @@ DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES += [torch.complex64, torch.complex128]
 THINGS = [
     [torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES],
-    [torch.arange(5000).to(dtype) for dtype in DTYPES],  # these travel outside of the pickle
+    [torch.arange(5000).to(dtype) for dtype in DTYPES],  # large enough to be sent out of band
     (torch.tensor(2.5), torch.tensor(True), torch.empty(0, 3), torch.empty(2, 0, dtype=torch.bool)),
     (torch.arange(12).reshape(3, 4).t(), torch.arange(9999)[::2], torch.arange(10_000) * 1j),
     (torch.arange(10_000).to(torch.cfloat).conj(), torch.ones(10_000, requires_grad=True)),
@@ -313,12 +313,13 @@ THINGS = [
     [OrderedDict(x=1), torch.eye(2).to_sparse(), frozenset({1}), range(3), Path("/a/b")],
     [f"a name, {i}" * 50 for i in range(9000)],  # 6 MB in the pickle
     (torch.arange(3_000_000), np.arange(5), torch.arange(700_000)),  # 30 MB
-    [torch.arange((2 << 20) + i).to(torch.uint8) for i in (-1, 0, 1)],  # of some whole frames
+    # At the size of a whole number of frames, and one byte below and above it.
+    [torch.arange((2 << 20) + i).to(torch.uint8) for i in (-1, 0, 1)],
 ]
 
 
 class Things(Dataset):
-    """All kinds of samples."""
+    """Samples of many types."""
 
     def __len__(self) -> int:
         return len(THINGS)

@@ -1,4 +1,4 @@
-"""Training jobs that have ended, in moto: what SageMaker, CloudWatch and its logs say of them."""
+"""Training jobs that have ended, as moto's SageMaker, CloudWatch and CloudWatch Logs show them."""
 
 import contextlib
 from datetime import datetime, timedelta, timezone
@@ -14,9 +14,9 @@ NOW = datetime.now(timezone.utc)
 
 
 def put_job(name: str = "job", groups: dict | None = None, **changes):
-    """Make a job; return moto's record of it, which moto completes at once, with these changes.
+    """Create a job, which moto completes at once; change moto's record of it, and return that.
 
-    groups: {name: (instance type, count)}, or one entry of the name "" for a job without groups.
+    groups: {name: (instance type, count)}; a single entry named "" makes a job without groups.
     """
     groups = groups or {"": ("ml.p3.2xlarge", 1)}
     members = [
@@ -43,7 +43,7 @@ def put_log(
     start: datetime = NOW,
     attempt: int = 1,
 ) -> None:
-    """Write lines to the log of a host, the first so many seconds after `start`."""
+    """Write lines to a host's log, `every_s` seconds apart, the first `at_s` after `start`."""
     client = boto3.client("logs")
     stream = {"logGroupName": NAMESPACE, "logStreamName": f"{job}/{host}-170000000{attempt}"}
     with contextlib.suppress(client.exceptions.ResourceAlreadyExistsException):
@@ -60,7 +60,7 @@ def put_log(
 
 
 def step_lines(*times: tuple[float, float]) -> list[str]:
-    """A step line for each pair of step time and data wait, in ms."""
+    """Return a step line for each pair of step time and data wait, in ms."""
     return [
         f"step={i} epoch=1 loss=0.5 step_time_ms={step} data_wait_ms={wait} samples_per_s=9"
         for i, (step, wait) in enumerate(times)
@@ -70,7 +70,7 @@ def step_lines(*times: tuple[float, float]) -> list[str]:
 def put_use(
     job: str, host: str, metric: str, values: list[float], start: datetime, every_s: float = 60
 ) -> None:
-    """Write CPUUtilization or GPUUtilization of a host, from 40 s after `start` on."""
+    """Write a host's CPUUtilization or GPUUtilization, the first value 40 s after `start`."""
     for i, value in enumerate(values):
         datum = {
             "MetricName": metric,

@@ -1,11 +1,11 @@
-"""Every way that a job of the PyTorch example can end, as the table in its README has them.
+"""Every way that a job of the PyTorch example can end: the table in pt.grpc.sagemaker/job.md.
 
-Each `Ending` runs the example on two data hosts and two dnn hosts, with one rank each, or two where
-a second rank on a host matters. It causes one event by real signals and API calls, and says what
-must come of it.
+Each `Ending` runs the example on two data hosts and two training hosts, with one rank per training
+host, or two where a second rank matters. It causes one event, with real signals and API calls, and
+says how the job must end.
 
-Most endings depend on launcher.py and hetero/ alone: for these, programs of a few lines can stand
-in for the scripts, as importing PyTorch is nine tenths of a job's time here. The others have
+Most endings depend only on launcher.py and hetero/. For these, programs of a few lines can replace
+the scripts, because a job spends nine tenths of its time importing PyTorch. The other endings have
 `torch=True`.
 """
 
@@ -25,8 +25,9 @@ DATA, DNN, ANY = HOST.format("data"), HOST.format("dnn"), HOST.format("(data|dnn
 class Ending:
     """One way that a job can end.
 
-    seconds: from the event to the last host's exit, at most. With `slow` most of it is waiting, so
-    that several can be waited for together. torch: whether it is up to the training script, too.
+    seconds: the longest time from the event to the last host's exit. slow: most of this time is
+    waiting, so several such endings can run at once. torch: the ending also depends on the training
+    script, so it needs the real one.
     """
 
     status: str
@@ -35,13 +36,13 @@ class Ending:
     event: Callable[[Running], object]
     when: Callable[[Running], None] = after_steps
     settings: dict = field(default_factory=dict)
-    logged: str = ""  # what the log must have
+    logged: str = ""  # text that the log must have
     slow: bool = False
     torch: bool = False
 
 
 def steps(number: int) -> dict:
-    """Settings of a job that ends by itself after so many steps."""
+    """Return the settings of a job that ends by itself after this many steps."""
     return {"hyperparameters": {"max-steps": number}}
 
 
@@ -55,7 +56,7 @@ TWO_EACH = {"hyperparameters": {"processes-per-host": 2}}
 TIMEOUT_SOONER = ("timedelta(minutes=15)", "timedelta(seconds=30)")
 JOIN_SOONER = ("hetero.run(\n", "hetero.run(\n    join_seconds=20,\n")
 SILENT_SOONER = ("hetero.run(\n", "hetero.run(\n    data_seconds=20,\n")
-RUNTIME = 60  # seconds; a slow machine needs half of it until training is under way
+RUNTIME = 60  # seconds; on a slow machine, it takes half of this until training runs
 AWS_KILLS = 120  # seconds after SIGTERM
 
 ENDINGS = {
@@ -89,7 +90,7 @@ ENDINGS = {
     "a data server crashes again and again": Ending(
         "Completed", "", 15, lambda job: (
             job.kill_data_servers([0], times=4),
-            job.finish_training(after="4 times. It is left alone."),
+            job.finish_training(after="4 times. It will not be restarted."),
         ),
         settings=UNTIL_ENOUGH,
     ),
@@ -121,7 +122,7 @@ ENDINGS = {
     ),
     "a data host falls silent for a while": Ending(
         "Completed", "", 15, lambda job: (
-            job.freeze_for("data_group", 0, seconds=70),  # longer than a training host may
+            job.freeze_for("data_group", 0, seconds=70),  # longer than is allowed to training hosts
             job.finish_training(after="serving at", times=2),
         ),
         settings=UNTIL_ENOUGH,
@@ -169,17 +170,17 @@ class Begun:
 
 
 def begin(jobs: Jobs, name: str, torch: bool) -> Begun:
-    """Start the job, with PyTorch or with the STAND_INS, and bring the event about."""
+    """Start the job, with PyTorch or with the STAND_INS, and cause the event."""
     ending = ENDINGS[name]
     job = start(jobs, torch=torch, **{"max_runtime_seconds": 600, **ending.settings})
     ending.when(job)
-    assert job.environment  # remembered, for when it has ended
+    assert job.environment  # caches it, for use after the job has ended
     ending.event(job)
     return Begun(name, job, time.time())
 
 
 def finish(begun: Begun) -> float:
-    """Wait for the job's end, check what the ending says; return the seconds that it took."""
+    """Wait for the job's end, and check it; return how many seconds after the event it came."""
     ending = ENDINGS[begun.name]
     answer = begun.job.jobs.wait(begun.job.name, seconds=ending.seconds + 60)
     reason = answer.get("FailureReason") or ""
@@ -190,7 +191,7 @@ def finish(begun: Begun) -> float:
     if ending.logged:
         assert any(ending.logged in line for line in log), ending.logged
     if ending.status == "Completed":
-        # Before, a killed data server's own processes may have had time to complain.
+        # Earlier, a killed data server's child processes may have printed tracebacks.
         end = next(i for i, line in enumerate(log) if "training finished" in line)
         assert not any("Traceback" in line for line in log[end:]), log[end:]
     seconds = seconds_to_end(answer, since=begun.event_at)

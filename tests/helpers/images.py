@@ -8,13 +8,13 @@ from PIL import Image
 
 
 def image(number: int) -> np.ndarray:
-    """A picture of its own for each number, uint8 (32, 32, 3)."""
+    """Return a different picture for each number, uint8 (32, 32, 3)."""
     return np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)
 
 
 def write_records(folder: Path, files: int, records: int, classes: int = 0) -> None:
     """Write files of numbered pictures; their labels are the numbers, modulo `classes`."""
-    import tensorflow as tf  # takes seconds in each process that only collects the tests
+    import tensorflow as tf  # here, because it would slow down test collection by seconds
 
     for file in range(files):
         with tf.io.TFRecordWriter(f"{folder}/{file:03}.tfrecord") as writer:
@@ -26,7 +26,7 @@ def write_records(folder: Path, files: int, records: int, classes: int = 0) -> N
 
 
 def encode(picture: bytes, label: int) -> bytes:
-    """A record of an encoded picture and its label."""
+    """Return a serialized record of an encoded picture and its label."""
     import tensorflow as tf
 
     feature = {

@@ -19,10 +19,10 @@ from sagemaker.train import ModelTrainer
 from helpers.pages import ROOT
 from shared.monitoring.log import GrowingLog
 
-# The SDK would read botocore's table of all endpoints five times for each job.
+# Without the cache, the SDK reads botocore's table of all endpoints five times for each job.
 session_helper.botocore_resolver = functools.cache(session_helper.botocore_resolver)
 TWO_GROUPS = {"data_group": ("ml.c5.9xlarge", 1), "dnn_group": ("ml.g5.2xlarge", 1)}
-# The beginning of a script of a job: its host's instance group.
+# The beginning of a job's script: it reads the host's instance group.
 READ_CONFIG = """
 import json, os, pathlib
 path = pathlib.Path(os.environ["SM_INPUT_CONFIG_DIR"], "resourceconfig.json")
@@ -43,7 +43,7 @@ _numbers = itertools.count(1)
 
 
 def texts_in(code: Path, *folders: str) -> dict[str, str]:
-    """All files in code/, or in these folders of it, by path, but for what Python has compiled."""
+    """Return the texts of all files in `code`, or in these folders of it, by path, except .pyc."""
     paths = [path for folder in folders or [""] for path in (code / folder).rglob("*")]
     files = [path for path in paths if path.is_file() and path.suffix != ".pyc"]
     return {str(path.relative_to(code)): path.read_text() for path in files}
@@ -54,7 +54,7 @@ class Jobs:
 
     def __init__(self, role: str, folder: Path):
         self.role, self.folder = role, folder
-        # A boto3 session that makes each client once: tests that wait ask again and again.
+        # Creates each client only once: tests that wait make many calls.
         self.aws = SimpleNamespace(client=functools.cache(boto3.client))
 
     def create(
@@ -81,7 +81,7 @@ class Jobs:
         trainer = ModelTrainer(
             role=self.role,
             training_image=image,
-            # The SDK adds the second of its start, in which other processes may start jobs, too.
+            # The SDK adds the time in seconds; other processes may start jobs in the same second.
             base_job_name=f"test-{os.getpid()}-{next(_numbers)}",
             source_code=SourceCode(
                 source_dir=str(code), command=command, requirements=requirements
@@ -94,11 +94,11 @@ class Jobs:
         return trainer._latest_training_job.training_job_name
 
     def describe(self, name: str) -> dict:
-        """DescribeTrainingJob's answer."""
+        """Return DescribeTrainingJob's response."""
         return self.aws.client("sagemaker").describe_training_job(TrainingJobName=name)
 
     def wait(self, name: str, seconds: float = 120) -> dict:
-        """Wait for the job's end and return DescribeTrainingJob's answer."""
+        """Wait for the job's end and return DescribeTrainingJob's response."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             job = self.describe(name)
@@ -108,11 +108,11 @@ class Jobs:
         raise AssertionError(f"{name} is {job['TrainingJobStatus']} after {seconds} s")
 
     def run(self, *args, **settings) -> dict:
-        """`create` and `wait` in one."""
+        """Call `create`, then `wait`."""
         return self.wait(self.create(*args, **settings))
 
     def wait_for_log(self, name: str, text: str, seconds: float = 60, times: int = 1) -> None:
-        """Wait until the job's hosts have printed `text` so many times, or the job has ended."""
+        """Wait until `text` is in this many lines of the log; AssertionError if it never is."""
         deadline, status = time.monotonic() + seconds, "InProgress"
         log = GrowingLog(name)
         while time.monotonic() < deadline and status in ("InProgress", "Stopping"):
@@ -123,12 +123,12 @@ class Jobs:
         raise AssertionError(f"{text!r} is not in the log of {name}: {self.log(name)[-20:]}")
 
     def log(self, name: str) -> list[str]:
-        """All lines of all hosts so far."""
+        """Return all lines of all hosts so far."""
         return [line.text for line in GrowingLog(name).look()]
 
 
 def start_kernel(body: str, folder: Path, **environment: str) -> subprocess.Popen:
-    """Run `body` in a process of its own, as a user's notebook kernel would."""
+    """Run `body` in a separate process, as a user's notebook kernel would."""
     text = KERNEL.format(root=str(ROOT), tests=str(ROOT / "tests")) + body
     return subprocess.Popen(
         [sys.executable, "-c", text, str(folder)],
@@ -141,7 +141,7 @@ def start_kernel(body: str, folder: Path, **environment: str) -> subprocess.Pope
 
 
 def processes_naming(text: str) -> list[int]:
-    """Processes whose command line or environment has `text`: what a job may have left running."""
+    """List the processes whose command line or environment has `text`."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -154,7 +154,7 @@ def processes_naming(text: str) -> list[int]:
 
 
 def upload(folder: Path, uri: str) -> str:
-    """Put a folder's files on S3, into a bucket that is made if need be; return the address."""
+    """Upload a folder's files to S3, and create the bucket if needed; return the URI."""
     bucket, prefix = uri.removeprefix("s3://").split("/", 1)
     s3 = boto3.client("s3")
     s3.create_bucket(Bucket=bucket)
@@ -164,19 +164,19 @@ def upload(folder: Path, uri: str) -> str:
 
 
 def read_s3(uri: str) -> bytes:
-    """The content of an S3 object."""
+    """Return the content of an S3 object."""
     bucket, key = uri.removeprefix("s3://").split("/", 1)
     return boto3.client("s3").get_object(Bucket=bucket, Key=key)["Body"].read()
 
 
 def archive(uri: str) -> dict[str, bytes]:
-    """The files in a tar archive on S3, such as model.tar.gz."""
+    """Return the files in a tar archive on S3, such as model.tar.gz."""
     with tarfile.open(fileobj=io.BytesIO(read_s3(uri))) as tar:
         return {m.name: tar.extractfile(m).read() for m in tar.getmembers()}
 
 
 def request(name: str, **changes) -> dict:
-    """A valid CreateTrainingJob request that runs `true`, with changes."""
+    """Return a valid CreateTrainingJob request that runs `true`, with changes."""
     return {
         "TrainingJobName": name,
         "RoleArn": "arn:aws:iam::123456789012:role/any",
@@ -193,5 +193,5 @@ def request(name: str, **changes) -> dict:
 
 
 def group(name: str = "a", kind: str = "ml.m5.large", count: int = 1) -> dict:
-    """An entry of ResourceConfig.InstanceGroups."""
+    """Return an entry of ResourceConfig.InstanceGroups."""
     return {"InstanceGroupName": name, "InstanceType": kind, "InstanceCount": count}

@@ -1,4 +1,4 @@
-"""`make aws` in a copy of the repository, with notebooks and jobs of a test's own."""
+"""Run `make aws` in a copy of the repository, with a test's own notebooks and jobs."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ from helpers.pages import ROOT
 from scripts import aws
 
 ACCOUNT, BUCKET = "123456789012", "outputs-of-jobs"
-# Some of the SDK's clients name AWS's own addresses, whatever AWS_ENDPOINT_URL says.
+# Some of the SDK's clients ignore AWS_ENDPOINT_URL and use AWS's own addresses.
 NOTHING_GOES_OUT = """
 import os, re
 import botocore.handlers
@@ -34,7 +34,7 @@ botocore.handlers.BUILTIN_HANDLERS.append(("before-send", to_the_server))
 
 @contextmanager
 def service_quotas() -> Iterator[dict[str, float]]:
-    """What Service Quotas answers, which moto does not have; an empty one is a refusal."""
+    """Mock Service Quotas, which moto does not have; if the quotas are empty, it denies access."""
     yours = {f"ml.{kind} for training job usage": 2.0 for kind in ("g5.xlarge", "c6i.4xlarge")}
 
     def answer(_: ServiceQuotasResponse) -> ActionResult:
@@ -47,7 +47,7 @@ def service_quotas() -> Iterator[dict[str, float]]:
 
 
 class Repository:
-    """A copy of the repository with notebooks of a test's own, in which `make aws` is called."""
+    """A copy of the repository with a test's own notebooks, in which tests run `make aws`."""
 
     def __init__(self, folder: Path, endpoint: str, role: str):
         self.folder = folder
@@ -63,7 +63,7 @@ class Repository:
             shutil.copy(stored, folder / requests / f"{path.stem}.aws-small.json")
             self.notebook(path)
         (folder / "sitecustomize.py").write_text(NOTHING_GOES_OUT)
-        others = ("AWS_", "IPYTHONDIR")  # whose start-up file is for this repository's notebooks
+        others = ("AWS_", "IPYTHONDIR")  # IPython's start-up file is for the real notebooks only
         aws_less = {k: v for k, v in os.environ.items() if not k.startswith(others)}
         self.environment = aws_less | {
             "AWS_ACCESS_KEY_ID": "test",
@@ -76,11 +76,11 @@ class Repository:
             "AWS_ENDPOINT_URL": endpoint,
             "SAGEMAKER_ROLE": role,
             "PYTHONPATH": str(folder),
-            "XDG_CACHE_HOME": str(folder),  # no prices of the user's own
+            "XDG_CACHE_HOME": str(folder),  # hides the user's own prices
         }
 
     def notebook(self, path: Path, *cells: str, tag: str = "comparison") -> None:
-        """Make these cells the notebook that is called so in the repository."""
+        """Write a notebook with these cells in place of the repository's notebook at `path`."""
         there = self.folder / path.relative_to(ROOT)
         there.parent.mkdir(exist_ok=True)
         code = [nbformat.v4.new_code_cell(c, metadata={"tags": [tag]}) for c in cells]
@@ -96,19 +96,19 @@ class Repository:
         )
 
     def run(self, *options: str) -> tuple[int, str]:
-        """Run `make aws` to its end; return its exit status and what it prints."""
+        """Run `make aws` to its end; return its exit status and its output."""
         process = self.start(*options)
         output = process.communicate(timeout=200)[0]
         return process.returncode, output
 
     def page(self) -> str:
-        """The page of results."""
+        """Return the text of the page of results."""
         [page] = (self.folder / "results").iterdir()
         return page.read_text()
 
 
 def job(name: str, script: str, seconds: int = 3600, **changes) -> str:
-    """Lines of a notebook that start a job which runs the shell script."""
+    """Return the code of a notebook cell that starts a job which runs a shell script."""
     asked = request(name, StoppingCondition={"MaxRuntimeInSeconds": seconds}, **changes)
     asked["OutputDataConfig"] = {"S3OutputPath": f"s3://{BUCKET}/output"}
     asked["AlgorithmSpecification"] |= {
@@ -123,7 +123,7 @@ def wait(name: str) -> str:
 
 
 def status_of(name: str) -> str:
-    """The job's status on the local SageMaker; empty if there is no such job."""
+    """Return the job's status on the local SageMaker; "" if there is no such job."""
     client = boto3.client("sagemaker")
     jobs = client.list_training_jobs(NameContains=name)["TrainingJobSummaries"]
     return next((j["TrainingJobStatus"] for j in jobs if j["TrainingJobName"] == name), "")

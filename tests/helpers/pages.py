@@ -1,4 +1,4 @@
-"""What README files, docs/ and workshop.md tell people to copy."""
+"""The code blocks in README files, docs/ and workshop.md that readers copy."""
 
 import re
 import shutil
@@ -6,11 +6,11 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MARK = "# needs AWS"  # in what cannot be run here
+MARK = "# needs AWS"  # in code blocks that cannot run here
 
 
 def blocks_of(folder: Path, language: str, section: str = "", page: str = "README.md") -> list[str]:
-    """What a folder's README or other page, or a section of it, has in a language for us to run."""
+    """Return the code blocks in a language that a page, or a section of it, has and we can run."""
     text = (folder / page).read_text()
     if section:
         text = re.split(r"\n##+ ", text.split(f" {section}\n")[1])[0]
@@ -19,12 +19,12 @@ def blocks_of(folder: Path, language: str, section: str = "", page: str = "READM
 
 
 def count_lines(*texts: str) -> int:
-    """How many lines of them are not empty."""
+    """Count the lines that are not empty."""
     return len([line for line in "".join(texts).splitlines() if line.strip()])
 
 
 def copy_repository(folder: Path) -> None:
-    """Copy what git tracks, as it is in the working tree."""
+    """Copy all tracked files, as they are in the working tree."""
     names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
     for path in filter(Path.is_file, (ROOT / name for name in names if name)):
         target = folder / path.relative_to(ROOT)
@@ -43,7 +43,7 @@ TENSORFLOW_NOTEBOOK = TENSORFLOW / "hetero-tensorflow-restnet50.ipynb"
 [V3] = blocks_of(EXAMPLE, "python")
 ENTRY, V2, TORCHRUN = blocks_of(EXAMPLE, "python", page="job.md")
 WEB_DATASET, HUGGING_FACE, TRAINER = blocks_of(EXAMPLE, "python", page="loader.md")
-# By what the first line of each says that it is for.
+# By the framework that the first line of each block names.
 CHECKPOINTS, STEPS = (
     {
         re.match(f"# {what}: (.*)\n", block)[1]: block
@@ -64,16 +64,17 @@ PYTHON = {LOCAL, MEASURED, V3, ENTRY, V2, TORCHRUN, *CHECKPOINTS.values()}
 PYTHON |= {WEB_DATASET, HUGGING_FACE, TRAINER, *STEPS.values()}
 PYTHON |= {TF_FIT, TF_ENTRY, TF_V2, TF_RANKS, TF_MAP, TF_SERVE, TF_TORCH, TF_FOLDERS, *SOLUTIONS}
 
-# In place of feed/, and of the reader's own script:
+# These replace feed/ and the reader's own script.
 TOY_SCRIPTS = {
     "feed/server.py": "import time\nprint('serving', flush=True)\ntime.sleep(100)",
     "train.py": "import sys\nprint('training with', sys.argv[1:])",
 }
-# SDK v2 writes True, and its toolkit splits values at spaces. The script must get them as under v3.
+# SDK v2 writes True, and its toolkit splits values at spaces. The script must get the same values
+# as with v3.
 V2_GIVEN = V2.replace('{"epochs": 3}', '{"epochs": 3, "name": "a b", "amp": True}')
-V2_TOLD = "training with ['--amp', 'true', '--epochs', '3', '--name', 'a b']"  # it sorts them
-# A reader's pipeline, of numbers with the number of the host that has read them, and a model that
-# prints what it is trained on. Two CPU devices take the place of GPUs.
+V2_TOLD = "training with ['--amp', 'true', '--epochs', '3', '--name', 'a b']"  # v2 sorts options
+# A reader's pipeline: it yields numbers, each with the number of the host that has read it. The
+# model prints what it is trained on. Two CPU devices stand in for GPUs.
 TF_TRAINING = """
 import functools, os, sys
 import tensorflow as tf
@@ -114,6 +115,6 @@ import os, time
 import numpy as np
 
 def augment(x):
-    time.sleep(0.002)  # so that no worker takes all
+    time.sleep(0.002)  # so that no single worker takes all samples
     return np.float32([x[0], os.getpid()])
 """

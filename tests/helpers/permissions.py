@@ -1,7 +1,8 @@
-"""What AWS would allow: IAM's rules for identity-based policies, as far as the examples' calls go.
+"""Check calls against IAM's rules for identity-based policies, as far as the examples need them.
 
-Source of the rules: IAM User Guide, "Policy evaluation logic" and "IAM JSON policy elements
-reference"; of what a call needs: Service Authorization Reference. What is not known here raises.
+Sources: IAM User Guide, "Policy evaluation logic" and "IAM JSON policy elements reference", for the
+rules; Service Authorization Reference for the permissions of each call. Anything that is not
+implemented here raises LookupError.
 """
 
 import functools
@@ -16,7 +17,7 @@ from botocore.handlers import BUILTIN_HANDLERS
 from moto.iam.aws_managed_policies import aws_managed_policies_data
 
 ACCOUNT = "123456789012"  # moto's
-# The SDK asks whether it may, and goes on without.
+# The SDK tries these calls, and continues if they are denied.
 TOLERATED = {"iam:GetRole", "iam:SimulatePrincipalPolicy"}
 # IAM's names for the services whose calls are made, by botocore's names.
 PREFIXES = {
@@ -28,7 +29,7 @@ PREFIXES = {
     "sagemaker": "sagemaker",
     "service-quotas": "servicequotas",
 }
-# S3's permissions that are not named like the call.
+# The S3 permission that each call needs; many have other names than the call.
 S3_ACTIONS = {
     "AbortMultipartUpload": "AbortMultipartUpload",
     "CompleteMultipartUpload": "PutObject",
@@ -48,7 +49,7 @@ S3_ACTIONS = {
 
 @dataclass(frozen=True)
 class Call:
-    """A call of AWS: botocore's names of service and operation, and its arguments."""
+    """A call to AWS: botocore's names of service and operation, and its arguments."""
 
     service: str
     operation: str
@@ -58,7 +59,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Need:
-    """What a call needs to be allowed: an action on a resource, in a context."""
+    """A permission that a call needs: an action on a resource, in a context."""
 
     action: str
     resource: str
@@ -66,12 +67,12 @@ class Need:
 
 
 def needs(call: Call) -> list[Need]:
-    """List what a call needs; raises LookupError for a call of which that is not known here."""
+    """List the permissions that a call needs; raise LookupError if they are not known here."""
     arguments, name = call.arguments, call.operation
     if (call.service, name) == ("sts", "GetCallerIdentity"):
         return []  # "No permissions are required to perform this operation" (its API reference)
     if call.service not in PREFIXES:
-        raise LookupError(f"{call.service}: what its calls need is not known here.")
+        raise LookupError(f"{call.service}: the permissions for its calls are not known here.")
     if call.service == "s3":
         return _s3_needs(name, arguments)
     place = f"{call.service}:{call.region}:{ACCOUNT}"
@@ -102,39 +103,39 @@ def _s3_needs(name: str, arguments: Mapping) -> list[Need]:
         keys = [item["Key"] for item in arguments["Delete"]["Objects"]]
         return [Need("s3:DeleteObject", f"{bucket}/{key}") for key in keys]
     if name not in S3_ACTIONS:
-        raise LookupError(f"S3's {name}: what it needs is not known here.")
+        raise LookupError(f"S3's {name}: the permissions it needs are not known here.")
     key = f"/{arguments['Key']}" if "Key" in arguments else ""
     return [Need(f"s3:{S3_ACTIONS[name]}", bucket + key)]
 
 
 @functools.cache
 def managed_policy(name: str) -> dict:
-    """The document of one of AWS's managed policies, as moto has it."""
+    """Return the document of one of AWS's managed policies, from moto."""
     return json.loads(aws_managed_policies_data)[name]["Document"]
 
 
 def inline_policy(actions: list[str]) -> dict:
-    """A document that allows these actions on everything."""
+    """Return a policy document that allows these actions on all resources."""
     return {"Statement": [{"Effect": "Allow", "Action": actions, "Resource": "*"}]}
 
 
 def missing(call: Call, *documents: dict) -> list[str]:
-    """List the actions that a call needs and the documents together do not allow."""
+    """List the actions that a call needs but that the documents together do not allow."""
     return [need.action for need in needs(call) if not allows(need, *documents)]
 
 
 def allows(need: Need, *documents: dict) -> bool:
-    """Whether some statement allows it and none denies it."""
+    """Whether some statement allows the action and none denies it."""
     statements = [s for document in documents for s in document["Statement"]]
     effects = {s["Effect"] for s in statements if _applies(s, need)}
     return effects == {"Allow"}
 
 
 def _applies(statement: dict, need: Need) -> bool:
-    """Whether a statement is about what is needed."""
+    """Whether a statement applies to what is needed."""
     if unknown := statement.keys() - {"Sid", "Effect", "Action", "Resource", "NotResource",
                                       "Condition"}:  # fmt: skip
-        raise LookupError(f"A statement has {', '.join(unknown)}, which is not known here.")
+        raise LookupError(f"A statement has {', '.join(unknown)}, which is not implemented here.")
     # Unlike resources, actions are not case-sensitive.
     if not any(_like(a.lower(), need.action.lower(), {}) for a in _listed(statement["Action"])):
         return False
@@ -150,7 +151,7 @@ def _applies(statement: dict, need: Need) -> bool:
 
 
 def _holds(operator: str, value: str | None, wanted: list[str], context: Mapping) -> bool:
-    """Whether the context's value fulfils a condition; several wanted values are alternatives."""
+    """Whether the context's value meets a condition; one of the wanted values must match."""
     if operator == "Null":
         return (value is None) == (wanted == ["true"])
     if value is None:
@@ -162,11 +163,11 @@ def _holds(operator: str, value: str | None, wanted: list[str], context: Mapping
             return value.lower() in [text.lower() for text in wanted]
         case "StringLike" | "ArnLike":
             return any(_like(text, value, context) for text in wanted)
-    raise LookupError(f"The condition {operator} is not known here.")
+    raise LookupError(f"The condition {operator} is not implemented here.")
 
 
 def _like(pattern: str, text: str, context: Mapping[str, str]) -> bool:
-    """Whether a text matches: * is any text, ? any character, ${key} the context's value."""
+    """Whether text matches a pattern: * is any text, ? any character, ${key} a context value."""
     parts = []
     for part in re.split(r"(\*|\?|\$\{[^}]*\})", pattern):
         if part.startswith("${"):
@@ -183,22 +184,23 @@ def _listed(value: str | list[str]) -> list[str]:
 
 
 def enforce(*documents: dict) -> tuple[set[str], set[str]]:
-    """Refuse, as AWS would, calls of this process that the documents do not allow.
+    """Deny this process's calls that the documents do not allow, as AWS would.
 
-    The local SageMaker's own calls are AWS's, not the user's: they are left alone. Returns two sets
-    that grow with the calls: the operations that were allowed, and the actions that were missing.
+    The local SageMaker's own calls are not checked, because AWS makes these, not the user. Returns
+    two sets that grow with each call: the operations that were allowed, and the actions that were
+    missing.
     """
     allowed, absent = set(), set()
     from shared.local_sagemaker import job, session
 
-    job.boto3 = session.boto3 = boto3.Session()  # which has none of the handlers below
+    job.boto3 = session.boto3 = boto3.Session()  # this session gets none of the handlers below
 
     def record(params: dict, model, context: dict, **_: object) -> None:
         service = model.service_model.service_name
         call = Call(service, model.name, dict(params), context["client_region"])
         try:
             context["missing"] = missing(call, *documents)
-        except LookupError as error:  # which the SDK might pass over
+        except LookupError as error:  # if this were raised, the SDK might ignore it
             context["missing"] = [str(error)]
 
     def refuse(model, params: dict, context: dict, **_: object) -> tuple | None:

@@ -1,4 +1,4 @@
-"""Jobs of the PyTorch example that run: they are started, found by their processes, and harmed."""
+"""Running jobs of the PyTorch example: start them, find their processes, kill or freeze these."""
 
 import contextlib
 import functools
@@ -22,19 +22,19 @@ GROUPS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
 BUCKET, IMAGES = "endings", 640
 HYPERPARAMETERS = {"model": "small", "batch-size": 16, "processes-per-host": 1, "log-every": 1,
                    "augment": 1, "workers": 1, "epochs": 1000, "checkpoint-every": 5}  # fmt: skip
-# Steps without a pause would take the cores from whatever is to happen meanwhile.
+# Without a pause, the steps would take the cores from everything else that happens in the test.
 STEP = "            optimizer.zero_grad()\n"
 LEISURELY = (STEP, f"            time.sleep(0.3)\n{STEP}")
-# What an ending sees of the scripts: what they print, and how training reacts to SIGTERM.
+# Small programs that replace a job's scripts. They print the same lines, and the training script
+# reacts to SIGTERM in the same way.
 SERVE = """
 import time
 print("serving at", flush=True)
 time.sleep(1000)
 """
-# Programs of a few lines, and the beginning of a launcher.py.
 SLEEP = "import time\ntime.sleep(100)"
-LINGER = "import time\ntime.sleep(4)\n"  # until all servers have told, busy as the machine may be
-CLUSTER = "import hetero, sys, time\ncluster = hetero.read_cluster()\n"
+LINGER = "import time\ntime.sleep(4)\n"  # all servers have printed by then, even on a busy machine
+CLUSTER = "import hetero, sys, time\ncluster = hetero.read_cluster()\n"  # starts a launcher.py
 STAND_INS = {
     "feed/server.py": SERVE,
     "train_dnn.py": """
@@ -56,7 +56,8 @@ for step in range(1, last_step + 1):
 print("training finished", flush=True)
 """,
 }
-# Not after so many steps: nobody knows how many a machine takes until a data server is back.
+# Ends the training when a file appears. A number of steps would not do, because nobody knows how
+# many steps a machine takes until a data server has restarted.
 ENOUGH = (
     "            stopping = parallel.any_rank(",
     "            enough = Path(os.environ['SAGEMAKER_BASE_DIR'], 'enough')\n"
@@ -67,7 +68,7 @@ ENOUGH = (
 
 
 def upload_images(bucket: str = BUCKET, count: int = IMAGES) -> str:
-    """Put images of noise in MNIST's format into a bucket; return where."""
+    """Put images of noise in MNIST's format into a bucket; return their URI."""
     s3, random = boto3.client("s3"), np.random.default_rng(0)
     s3.create_bucket(Bucket=bucket)
     images, labels = random.integers(0, 256, (count, 28, 28)), random.integers(0, 10, count)
@@ -78,15 +79,16 @@ def upload_images(bucket: str = BUCKET, count: int = IMAGES) -> str:
 
 @dataclass
 class Running:
-    """A job of the example that runs."""
+    """A running job of the example."""
 
     jobs: Jobs
     name: str
 
     def processes(self, host: str = "", has: str = "", **variables: str) -> list[psutil.Process]:
-        """The job's processes, of a host or of all, by what is in their environment.
+        """Return the job's processes, on one host or on all, whose environment matches.
 
-        hetero/ gives ranks a RANK, and data servers HETERO_SERVE_AT.
+        `has` is a variable that the environment must have. hetero/ sets RANK for ranks, and
+        HETERO_SERVE_AT for data servers.
         """
         variables["TRAINING_JOB_NAME"] = self.name
         found = []
@@ -105,7 +107,7 @@ class Running:
         return found
 
     def process(self, **where: str) -> psutil.Process:
-        """The one process that fits, as soon as it is there; what it has started fits, too."""
+        """Wait for the one process that matches, and return it; ignore its descendants."""
         [process] = wait_until(
             lambda: len(found := first_of(self.processes(**where))) == 1 and found, seconds=60
         )
@@ -113,60 +115,60 @@ class Running:
 
     @functools.cached_property
     def environment(self) -> dict[str, str]:
-        """The environment of one of its hosts, as soon as there is one; it is remembered."""
+        """Wait for one of the job's hosts, and return its environment, which is cached."""
 
         def ask() -> dict[str, str]:
             for process in self.processes():
-                with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                with contextlib.suppress(psutil.Error):  # the process has just ended
                     return process.environ()
             return {}
 
         return wait_until(ask)
 
     def first_port(self) -> int:
-        """The first of the ports that are its own on this machine."""
+        """Return the first of the ports that this machine has reserved for the job."""
         return json.loads(self.environment["LOCAL_SAGEMAKER"])["base_port"]
 
     def host(self, group: str, number: int) -> str:
-        """The name of a group's host, by its rank there, in the order of the hosts' numbers."""
+        """Return the name of a group's host, by its number in the sorted list of hosts."""
         folder = Path(self.environment["SAGEMAKER_BASE_DIR"], "input", "config")
         groups = json.loads((folder / "resourceconfig.json").read_text())["instance_groups"]
         hosts = next(g["hosts"] for g in groups if g["instance_group_name"] == group)
-        return sorted(hosts)[number]  # fewer than ten
+        return sorted(hosts)[number]  # there are fewer than ten
 
     def started_at(self) -> float:
-        """When its hosts were started, in seconds since 1970."""
+        """Return when the job's hosts were started, in seconds since 1970."""
         job = boto3.client("sagemaker").describe_training_job(TrainingJobName=self.name)
         phases = {phase["Status"]: phase for phase in job["SecondaryStatusTransitions"]}
         return phases["Training"]["StartTime"].timestamp()
 
     def rank(self, number: int) -> psutil.Process:
-        """A rank's process; with two a host, 2 and 3 are on the second dnn host."""
+        """Return a rank's process; with two ranks per host, 2 and 3 are on the second dnn host."""
         return self.process(RANK=str(number))
 
     def server(self, host: str) -> psutil.Process:
-        """A host's data server."""
+        """Return a host's data server."""
         return self.process(host=host, has="HETERO_SERVE_AT")
 
     def launchers(self) -> list[psutil.Process]:
-        """The first process of each host, its PID 1, if it has become the launcher."""
+        """Return the first process of each host, its PID 1, if it has become the launcher."""
         return [p for p in first_of(self.processes()) if "python" in p.name()]
 
     def launcher(self, group: str, number: int) -> psutil.Process:
-        """A host's PID 1."""
+        """Return a host's PID 1."""
         return self.process(host=self.host(group, number))
 
     def freeze(self, group: str, number: int) -> list[psutil.Process]:
-        """Stop all processes of a host, its launcher first: it keeps its connections, silent."""
+        """Suspend all processes of a host, its launcher first; its connections stay open."""
         launcher = self.launcher(group, number)
         frozen = [launcher, *launcher.children(recursive=True)]
         for process in frozen:
-            with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's, whose epoch is over
+            with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader worker after its epoch
                 process.suspend()
         return frozen
 
     def freeze_for(self, group: str, number: int, seconds: float) -> None:
-        """Stop all processes of a host for so long."""
+        """Suspend all processes of a host for some seconds."""
         frozen = self.freeze(group, number)
         time.sleep(seconds)
         for process in frozen:
@@ -174,7 +176,7 @@ class Running:
                 process.resume()
 
     def kill_data_servers(self, numbers: list[int], times: int) -> None:
-        """Kill the data servers of some data hosts, again each time they are back."""
+        """Kill the data servers of some data hosts this many times, each time they are back."""
         for _ in range(times):
             for number in numbers:
                 server = self.server(self.host("data_group", number))
@@ -184,25 +186,25 @@ class Running:
                 assert not alive
 
     def finish_training(self, after: str, times: int = 1) -> None:
-        """Have the training end once the log has `after` so many times: with the change ENOUGH."""
+        """End the training once `times` lines of the log have `after`; this needs ENOUGH."""
         self.jobs.wait_for_log(self.name, after, times=times)
         environment = self.launcher("dnn_group", 0).environ()
         Path(environment["SAGEMAKER_BASE_DIR"], "enough").touch()
 
     def stop(self) -> None:
-        """StopTrainingJob."""
+        """Call StopTrainingJob."""
         boto3.client("sagemaker").stop_training_job(TrainingJobName=self.name)
 
     def log(self) -> list[str]:
-        """All lines of all hosts so far."""
+        """Return all lines of all hosts so far."""
         return self.jobs.log(self.name)
 
 
 def first_of(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that none of the others has started."""
+    """Return the processes whose parent is not among them."""
     parents = {}
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             parents[process] = process.ppid()
     pids = {process.pid for process in parents}
     return [process for process, parent in parents.items() if parent not in pids]
@@ -211,12 +213,13 @@ def first_of(processes: list[psutil.Process]) -> list[psutil.Process]:
 def start(
     jobs: Jobs, changes: dict | None = None, late: int = 0, torch: bool = True, **settings
 ) -> Running:
-    """Start the example; changes: (old, new) texts by file; late: seconds, of one data host.
+    """Start the example.
 
-    Without torch, the STAND_INS run instead of the scripts, and these are not changed.
+    changes: (old, new) texts to replace, by file. late: seconds by which one data host is late.
+    Without torch, the STAND_INS run instead of the scripts, and without changes.
     """
     files = texts_in(CODE)
-    del files["requirements.txt"]  # checking them takes longer than everything else
+    del files["requirements.txt"]  # checking the requirements takes longer than everything else
     for file, (old, new) in [("train_dnn.py", LEISURELY), *(changes or {}).items()]:
         assert files[file].count(old) == 1, (file, old)
         files[file] = files[file].replace(old, new)
@@ -250,10 +253,10 @@ def start_programs(
     files: dict | None = None,
     **settings,
 ) -> Running:
-    """Start a job of the runtime alone, and of programs in place of the scripts.
+    """Start a job that has only the runtime, hetero/, and small programs instead of the scripts.
 
-    options: of `python -m hetero`; serve: in place of feed/, or None for feed/ itself; files: more
-    files, or others, such as a launcher.py, which is then started instead.
+    options: for `python -m hetero`. serve: replaces feed/server.py; None keeps feed/. files: files
+    to add or replace. If there is a launcher.py among them, it runs instead of `python -m hetero`.
     """
     code = {"feed/server.py": serve} if serve is not None else texts_in(CODE, "feed")
     code |= {**texts_in(CODE, "hetero"), "train.py": train, **(files or {})}
@@ -263,20 +266,20 @@ def start_programs(
 
 
 def run_programs(jobs: Jobs, train: str, *args, **settings) -> tuple[dict, list[str]]:
-    """`start_programs`, to the job's end; return DescribeTrainingJob's answer, and the log."""
+    """Call `start_programs`, and wait; return DescribeTrainingJob's response and the log."""
     job = start_programs(jobs, train, *args, **settings)
     return jobs.wait(job.name), job.log()
 
 
 def log_of(jobs: Jobs, train: str, *args, **settings) -> list[str]:
-    """`run_programs`, which must be Completed; return the log."""
+    """Call `run_programs`; the job must be Completed. Return its log."""
     job, log = run_programs(jobs, train, *args, **settings)
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     return log
 
 
 def reason_of(jobs: Jobs, train: str, *args, **settings) -> str:
-    """`run_programs`, which must fail; return the FailureReason."""
+    """Call `run_programs`; the job must be Failed. Return its FailureReason."""
     job, _ = run_programs(jobs, train, *args, **settings)
     assert job["TrainingJobStatus"] == "Failed"
     return job["FailureReason"]
@@ -288,9 +291,9 @@ def after_steps(job: Running) -> None:
 
 
 def seconds_to_end(job: dict, since: float) -> float:
-    """From an event to the last host's exit."""
+    """Return the seconds from an event to the last host's exit."""
     phases = {phase["Status"]: phase for phase in job["SecondaryStatusTransitions"]}
-    last = phases.get("Stopping", phases["Training"])  # until then some host was running
+    last = phases.get("Stopping", phases["Training"])  # ends when the last host exits
     return last["EndTime"].timestamp() - since
 
 
@@ -303,7 +306,7 @@ def is_of_a_job(pid: int) -> bool:
 
 
 def left_behind(job: Running) -> list:
-    """What is there of a job that has ended: processes, files of theirs, ports in use."""
+    """List what is left of a job that has ended: processes, its folder, ports in use."""
     ports = range(job.first_port(), job.first_port() + 50)
     folder = Path(job.environment["SAGEMAKER_BASE_DIR"]).parents[2]
     listening = [
@@ -311,12 +314,12 @@ def left_behind(job: Running) -> list:
         for connection in psutil.net_connections("tcp")
         if connection.laddr.port in ports
         and connection.status == psutil.CONN_LISTEN
-        # A job that has begun meanwhile may have got the same ports.
+        # A job that has started in the meantime may have the same ports.
         and not is_of_a_job(connection.pid)
     ]
     return [*job.processes(), *filter(Path.exists, [folder]), *listening]
 
 
 def assert_nothing_left(job: Running) -> None:
-    """Wait until nothing is there of a job that has ended, which takes SageMaker a moment."""
+    """Wait until nothing is left of a job that has ended; cleaning up takes a moment."""
     wait_until_gone(lambda: left_behind(job))

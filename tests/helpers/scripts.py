@@ -1,7 +1,7 @@
-"""Training scripts as people have them, run as they are and with one line more, RemoteDataset.
+"""Run typical training scripts unchanged, and with one more line, which wraps a RemoteDataset.
 
-A test file has such scripts as functions: each takes the line, a function of a Dataset, and returns
-what it has been trained on. Run as a program, the file is a rank, which calls `main`.
+A test file has such scripts as functions. Each takes a function that wraps a Dataset, and returns
+the batches that it has trained on. Run as a program, the test file is a rank, and calls `main`.
 """
 
 import json
@@ -21,17 +21,17 @@ from helpers.data_hosts import DataHost, environment_of, free_port, up
 from helpers.datasets import assert_same
 
 RANKS = 2
-Wrap = Callable[[Dataset], Dataset]  # the line
-LIBRARY = "def double(value):\n    return value * 2\n"  # beside the script
+Wrap = Callable[[Dataset], Dataset]  # either RemoteDataset, or a function that changes nothing
+LIBRARY = "def double(value):\n    return value * 2\n"  # a module next to the script
 
 
 def is_there() -> bool:
-    """Whether samples are to be prepared on data hosts; asked where a Dataset is made."""
+    """Whether data hosts must prepare the samples; called when a Dataset is created."""
     return "IS_THERE" in os.environ
 
 
 class Numbers(Dataset):
-    """Sample i has the number i, and says so if it is not prepared where it should be."""
+    """Sample i has the number i; preparing it fails if this does not happen where it should."""
 
     def __init__(self, length: int = 45):
         self.length, self.classes, self.is_there = length, ["even", "odd"], is_there()
@@ -47,16 +47,16 @@ class Numbers(Dataset):
 
 
 def new_model() -> torch.nn.Module:
-    """The same one each time."""
+    """Return a model with the same weights each time."""
     torch.manual_seed(3)
     return torch.nn.Linear(4, 2)
 
 
 def run(script: str, folder: Path, names: list[str]) -> dict[str, list[str]]:
-    """Run scripts on two ranks beside two data hosts.
+    """Run scripts on two ranks, with two data hosts.
 
     Returns:
-        How each ended in each rank: nothing, or a traceback.
+        By script, how it ended on each rank: "" or a traceback.
     """
     (folder / "library").mkdir()
     (folder / "library" / "transforms_of_mine.py").write_text(LIBRARY)
@@ -86,7 +86,7 @@ def run(script: str, folder: Path, names: list[str]) -> dict[str, list[str]]:
 
 
 def main(scripts: dict) -> None:
-    """Run the scripts that argv names, without the line and with it: they must return the same."""
+    """Run the scripts named in argv without and with RemoteDataset, and compare the results."""
     ended = {}
     for name in sys.argv[1:]:
         try:

@@ -1,4 +1,4 @@
-"""What SageMaker Python SDK v2, which has no place beside v3, asks SageMaker for."""
+"""Record the requests of SageMaker Python SDK v2, which has its own folder, apart from v3."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import boto3
 
-SDK_V2 = Path(sys.prefix) / "sdk-v2"  # put there by scripts/setup.sh
+SDK_V2 = Path(sys.prefix) / "sdk-v2"  # scripts/setup.sh installs it there
 RECORD_V2 = """
 import json, sys
 import boto3, moto
@@ -33,7 +33,7 @@ json.dump(requests, open("requests.json", "w"))
 
 
 def request_of_sdk_v2(lines: str) -> dict:
-    """What lines that use SDK v2 ask SageMaker for; their source archive is fetched, too."""
+    """Run lines that use SDK v2; return their request, and download their source archive."""
     Path("lines.py").write_text(lines)
     subprocess.run(
         [sys.executable, "-c", RECORD_V2, "lines.py"],
@@ -47,9 +47,9 @@ def request_of_sdk_v2(lines: str) -> dict:
 
 
 def start_with_a_channel_for_the_code(request: dict, command: str, **channels: str) -> None:
-    """Start such a job where no image fetches its code, sourcedir.tar.gz: a channel brings it.
+    """Start a job of SDK v2 without its image, which would download the code: use a channel.
 
-    command: in Bash, in the folder that has the archive; channels: addresses on S3, by name.
+    command: Bash command, run in the folder with sourcedir.tar.gz. channels: S3 URIs by name.
     """
     bucket = "source-of-sdk-v2"
     s3 = boto3.client("s3")

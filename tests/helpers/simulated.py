@@ -1,4 +1,4 @@
-"""Training in a world of its own, where only what is asked for takes time: to the millisecond."""
+"""Simulated training, with a simulated clock, so that tests know each time exactly."""
 
 import json
 
@@ -6,13 +6,13 @@ from shared.advisor import sources
 
 
 def numbers(printed: str) -> dict:
-    """What the line of JSON says."""
+    """Return the numbers in the line of JSON."""
     [line] = [line for line in printed.splitlines() if line.startswith(sources.NUMBERS)]
     return json.loads(line)["measured"]
 
 
 class SimulatedLoader:
-    """Takes its time as a DataLoader does: each worker makes every num_workers-th batch in turn."""
+    """Takes as long as a DataLoader whose workers each prepare every num_workers-th batch."""
 
     def __init__(self, clock, num_workers, seconds, length=400, prefetch_factor=2):
         self.clock, self.num_workers, self.seconds = clock, num_workers, seconds
@@ -22,7 +22,7 @@ class SimulatedLoader:
         return self.length
 
     def __iter__(self):
-        self.ready = []  # when each batch that has been asked for is
+        self.ready = []  # when each requested batch is ready
         for number in range(self.length):
             if self.num_workers:
                 self.ask(number)
@@ -33,16 +33,16 @@ class SimulatedLoader:
             yield {"number": number}
 
     def ask(self, number):
-        """Have the workers prepare as many batches from `number` on as they may."""
+        """Let the workers prefetch batches from `number` on, as many as they may."""
         for n in range(len(self.ready), number + self.prefetch_factor * self.num_workers):
             free = self.ready[n - self.num_workers] if n >= self.num_workers else 0.0
             self.ready.append(max(free, self.clock.now) + self.seconds)
 
 
 def train(clock, loader, seconds: float) -> list:
-    """One epoch: the batches that there were."""
+    """Train for one epoch; return the numbers of its batches."""
     seen = []
     for batch in loader:
-        seen.append(batch.pop("number"))  # as scripts do
+        seen.append(batch.pop("number"))  # changes the batch, as scripts may do
         clock.now += seconds
     return seen

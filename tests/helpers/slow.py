@@ -1,4 +1,4 @@
-"""The beginning of a script with PyTorch: a Dataset whose batches of two take a known time."""
+"""The beginning of a PyTorch script, with a Dataset whose batches of two take a known time."""
 
 TORCH = """
 import sys, time
@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-torch.set_num_threads(1)  # several would wait for each other where other programs have a core
+torch.set_num_threads(1)  # several threads would wait for each other if other programs run
 
 class Slow(Dataset):
     def __init__(self, batches, seconds):

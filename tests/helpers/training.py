@@ -1,4 +1,4 @@
-"""The training script of the PyTorch example, run as its users run it, without a job."""
+"""Run the training script of the PyTorch example as users do, without a job."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def start(*command: str | Path, data_hosts: str = "") -> subprocess.Popen:
 
 
 def run(*command: str | Path, data_hosts: str = "") -> subprocess.CompletedProcess:
-    """Run one to its end."""
+    """Run a Python program of the example to its end."""
     with start(*command, data_hosts=data_hosts) as program:
         try:
             output, errors = program.communicate(timeout=120)
@@ -44,12 +44,12 @@ def run(*command: str | Path, data_hosts: str = "") -> subprocess.CompletedProce
 
 
 def torchrun(ranks: int) -> list[str]:
-    """Return what to put before a program to run it on so many ranks."""
+    """Return the arguments before a program that run it on this many ranks."""
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 def train(*arguments: str | Path, ranks: int = 0, data_hosts: str = "") -> str:
-    """Run train_dnn.py, which must succeed, and return what it printed; 0 ranks: no torchrun."""
+    """Run train_dnn.py, which must succeed; return its output. With 0 ranks, without torchrun."""
     command = [*(torchrun(ranks) if ranks else []), "train_dnn.py", *arguments]
     done = run(*command, data_hosts=data_hosts)
     assert done.returncode == 0, done.stderr
@@ -57,7 +57,7 @@ def train(*arguments: str | Path, ranks: int = 0, data_hosts: str = "") -> str:
 
 
 def refusal(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Call train_dnn.py's main function, since starting it takes seconds: how does it end?"""
+    """Call train_dnn.py's main function, which must refuse these options; return its message."""
     monkeypatch.setattr(sys, "argv", ["train_dnn.py", *command.split()])
     threads = torch.get_num_threads()
     with pytest.raises(SystemExit) as end:

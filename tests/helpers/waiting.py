@@ -1,4 +1,4 @@
-"""Waiting for something that comes about by itself, but not for ever."""
+"""Wait for a condition, with a time limit."""
 
 import time
 from collections.abc import Callable
@@ -8,16 +8,16 @@ T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T], seconds: float = 30) -> T:
-    """Return what `condition` returns, once that is true; AssertionError if it never is."""
+    """Wait until `condition` returns something true, and return it; AssertionError if too late."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
-        assert time.monotonic() < deadline, f"this was not so after {seconds} s"
+        assert time.monotonic() < deadline, f"the condition is not true after {seconds} s"
         time.sleep(0.02)
     return result
 
 
 def wait_until_gone(left: Callable[[], list], seconds: float = 5) -> None:
-    """Ask again and again until `left` returns nothing; AssertionError with what is left."""
+    """Wait until `left` returns an empty list; AssertionError with what is left if too late."""
     deadline = time.monotonic() + seconds
     while found := left():
         assert time.monotonic() < deadline, f"left behind: {found}"

@@ -1,4 +1,4 @@
-"""A full disk is named, with the file or folder that had no space, and leaves no half of a file."""
+"""If the disk is full, the error names the file or folder, and no partial file is left."""
 
 import os
 import re
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a disk of so many bytes, such as "64k"."""
+    """Return a function that mounts a disk of a given size, such as "64k"."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -52,7 +52,8 @@ def test_a_checkpoint(disk: Callable[[str], Path], tmp_path: Path, example: str,
     path = re.escape(f"'{folder}{name}'")
     why = r"OSError: \[Errno 28\] No space left on device for ([\d,]+) bytes: "
     assert int(re.fullmatch(why + path, said)[1].replace(",", "")) > 64 << 10, said
-    assert not [path for path in folder.rglob("*") if path.is_file()]  # for SageMaker to copy
+    # SageMaker would copy a partial file.
+    assert not [path for path in folder.rglob("*") if path.is_file()]
 
 
 def test_the_local_sagemaker(disk: Callable[[str], Path], jobs: Jobs, monkeypatch):

@@ -1,4 +1,4 @@
-"""How a job on the local SageMaker is ended, and what is left of it: SageMaker's rules."""
+"""A job on the local SageMaker ends by SageMaker's rules, and leaves nothing behind."""
 
 import os
 import time
@@ -65,7 +65,7 @@ def test_stop(jobs: Jobs):
 
 
 def test_sigterm_is_for_pid_1_that_handles_it(jobs: Jobs):
-    """A shell that waits for the script, as SDK v3 has it without `exec`, never passes it on."""
+    """Without `exec`, SDK v3 runs the script in a shell, which does not forward SIGTERM to it."""
     name = jobs.create(
         {"train.py": "import time\nprint('ready')\ntime.sleep(3)\nprint('never told')"},
         "python train.py; true",
@@ -91,7 +91,7 @@ def test_max_runtime(jobs: Jobs):
 
 
 def test_what_a_host_leaves_running_ends_with_it(jobs: Jobs):
-    """Even a daemon in a session of its own that has cleared its environment."""
+    """This includes a daemon in its own session that has cleared its environment."""
     mark = f"sleep 98{os.getpid()}"
     job = jobs.run(
         {"train.py": f"import os\nos.system('setsid {mark} & env -i setsid {mark} &')"},

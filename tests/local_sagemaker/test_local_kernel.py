@@ -1,4 +1,4 @@
-"""The process that users work in: what it sees of a job, and what happens when it ends."""
+"""The process that users work in: what it sees of a job, and what happens when the process ends."""
 
 import json
 import os
@@ -104,7 +104,7 @@ with local_sagemaker.start(largest_cluster={"ml.m5.large": 1}) as again:
 
 
 def test_nothing_leaves_this_machine_and_no_secret_gets_into_a_log(tmp_path: Path):
-    """Every connection of the user's process is watched; its environment is full of traps."""
+    """Watch every connection of the user's process; its environment has secrets and endpoints."""
     body = """
 import socket
 outside = []
@@ -127,7 +127,7 @@ client = boto3.client("s3")
 client.list_buckets()
 session.stop()
 try:
-    client.list_buckets()  # it lives on, and must not turn to AWS
+    client.list_buckets()  # the client still exists, but must not call AWS
 except Exception as error:
     print("REFUSED", error)
 print("OUTSIDE", outside)
@@ -148,8 +148,8 @@ print("ENDPOINT", os.environ["AWS_ENDPOINT_URL"], os.environ["AWS_ACCESS_KEY_ID"
     assert "STATUS Completed" in output
     assert "SECRETS 0" in output
     assert "OUTSIDE []" in output
-    assert output.count("REFUSED The local SageMaker let no request out") == 2, output
-    assert "ENDPOINT http://198.51.100.1:9 AKIAhunter2" in output  # given back at the end
+    assert output.count("REFUSED The local SageMaker blocked a request") == 2, output
+    assert "ENDPOINT http://198.51.100.1:9 AKIAhunter2" in output  # restored at the end
 
 
 def test_clients_made_before_the_start_are_refused(tmp_path: Path):
@@ -160,7 +160,7 @@ def test_clients_made_before_the_start_are_refused(tmp_path: Path):
     )
     result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert result.returncode != 0
-    assert "Restart the kernel and start the local SageMaker first" in result.stderr
+    assert "Restart the kernel, and call local_sagemaker.start() first" in result.stderr
 
 
 def test_a_folder_that_is_too_long_for_sockets_is_refused(tmp_path: Path):
@@ -174,8 +174,8 @@ def test_a_folder_that_is_too_long_for_sockets_is_refused(tmp_path: Path):
         text=True,
     )
     assert result.returncode != 0
-    assert f"{folder}, has too long a name for sockets" in result.stderr.splitlines()[-1]
-    assert "set TMPDIR to one of at most 38 characters" in result.stderr
+    assert f"{folder}, is too long for the sockets" in result.stderr.splitlines()[-1]
+    assert "set TMPDIR to a path of at most 38 characters" in result.stderr
 
 
 WATCHED_JOB = """
@@ -224,7 +224,7 @@ def test_a_job_on_this_machine_is_seen_by_the_same_code(tmp_path):
         shown = drawn[f"{row['group']} / {row['host']} ({row['instance type']})"][0]
         assert shown[: len(percentages)] == pytest.approx(percentages)
         assert min(percentages) <= row["CPU (%)"] <= max(percentages)
-    assert data["CPU (%)"] > 2 * dnn["CPU (%)"]  # one is in a loop, the other sleeps
+    assert data["CPU (%)"] > 2 * dnn["CPU (%)"]  # the data host is in a busy loop, the other sleeps
     waits = drawn["Step time"][1]
     assert set(waits) == {60} and len(waits) >= 3
     assert "Step time 100.0 ms, data wait 60.0 ms" in output

@@ -1,4 +1,4 @@
-"""What the local SageMaker refuses, in the words of AWS or its own, before anything starts."""
+"""The local SageMaker refuses invalid requests before anything starts."""
 
 import boto3
 import botocore.exceptions

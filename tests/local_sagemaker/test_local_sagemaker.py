@@ -1,4 +1,4 @@
-"""Jobs on the local SageMaker, through the real SDK and boto3: what they do and what comes back."""
+"""Jobs on the local SageMaker, started with the real SDK and boto3: what they do and return."""
 
 import importlib.metadata
 import json
@@ -140,12 +140,12 @@ def test_metrics_and_cpu_use_reach_cloudwatch(jobs: Jobs):
 
     assert [*values("score", "TrainingJobName", "metrics").values()] == [0.25, 0.75]
     # An ml.m5.large has 2 vCPUs: 200 % on CloudWatch's scale if all of the host's cores are busy.
-    # One is, as far as other tests leave it to the job.
+    # The job keeps one core busy, as far as other tests leave that core to it.
     first, last = (line.split() for line in jobs.log("metrics"))
     cores, busy = int(first[1]), float(last[1])
     cpu = values("CPUUtilization", "Host", "metrics/algo-1")
     assert 0.7 * busy * 200 / cores < max(cpu.values()) <= 1.05 * 200 / cores
-    # A value's time is the beginning of what it is about: the first is of the host's first seconds.
+    # A value's timestamp is the start of its period. The first one covers the host's first seconds.
     assert abs(min(cpu) - job["TrainingStartTime"]) < timedelta(seconds=1.5)
 
 
@@ -276,13 +276,13 @@ def test_fast_file_is_taken_as_file_which_a_line_says(jobs: Jobs, capsys: pytest
         )
     )
     said = [line for line in capsys.readouterr().out.splitlines() if "FastFile" in line]
-    assert len(said) == 1 and said[0].startswith("FastFile of fast: here it is downloaded before")
+    assert len(said) == 1 and said[0].startswith("FastFile channels (fast): here, files are down")
     assert jobs.wait("fast")["TrainingJobStatus"] == "Completed"
     assert jobs.log("fast") == ["1 2 3"]
 
 
 def test_two_jobs_at_once_do_not_meet(jobs: Jobs):
-    """Both bind the same names and ports, as their launchers tell them to."""
+    """Both bind their own host's address and ports, as launchers do."""
     script = """
 import json, os, socket, time
 local = json.loads(os.environ["LOCAL_SAGEMAKER"])
@@ -338,7 +338,7 @@ def test_requirements_are_verified_and_never_installed(jobs: Jobs):
     files["requirements.txt"] = f"six=={other}\n"
     name = jobs.create(files, "exec python train.py")
     assert jobs.wait(name)["TrainingJobStatus"] == "Failed"
-    # "none": pip has not looked anywhere.
+    # "none" shows that pip has not searched any index.
     assert any(f"six=={other} (from versions: none)" in line for line in jobs.log(name))
     assert importlib.metadata.version("six") == installed
 
@@ -355,8 +355,9 @@ def test_an_image_is_the_environment_that_is_named_for_it(local, jobs: Jobs, tmp
 
 
 def test_cores_are_shared_by_vcpus_on_one_scale(monkeypatch: pytest.MonkeyPatch):
-    """A homogeneous job gets its own instance's share of the largest cluster, not the whole
-    machine. `LocalSageMaker.cores` says it before.
+    """A homogeneous job gets its instance's share of the largest cluster, not the whole machine.
+
+    `LocalSageMaker.cores` returns this share in advance.
     """
     from shared.local_sagemaker import LocalSageMaker, cluster
 

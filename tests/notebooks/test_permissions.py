@@ -1,8 +1,8 @@
-"""What the notebooks and `shared` ask of AWS, docs/aws.md says that the role needs.
+"""docs/aws.md lists all permissions that the calls of the notebooks and of `shared` need.
 
-The notebooks themselves, and what they leave, are held to it where they run: conftest.py has each
-kernel refuse what the policy does not allow, test_requests.py does so where they ask AWS itself,
-and test_workshop.py calls the rest.
+Other tests check the notebooks' calls when they run. conftest.py makes each kernel deny what the
+policy does not allow; test_requests.py does so with the notebooks' target set to AWS;
+test_workshop.py calls the commands and the clean-up.
 """
 
 import json
@@ -17,13 +17,13 @@ from shared import costs
 
 pytestmark = pytest.mark.quick
 POLICY = managed_policy("AmazonSageMakerFullAccess")
-# What that page says is needed beyond the policy, each with the command that needs it.
+# The page's table of the actions that are needed in addition to the policy.
 PAGE = ROOT / "docs" / "aws.md"
 BEYOND = re.findall(r"^\| `(\w+:\w+)` \|", PAGE.read_text(), re.MULTILINE)
 
 
 def test_with_the_policy_the_sdk_finds_nothing_missing_in_the_role():
-    """It refuses roles that lack one of these, if the caller may ask IAM for that."""
+    """The SDK refuses roles that lack one of these actions, if the caller may query IAM."""
     from sagemaker.core.helper import iam_role_resolver
 
     actions = iam_role_resolver._get_smoke_test_actions("training")
@@ -99,10 +99,10 @@ TO, TAG, CROWD = "iam:PassedToService", "s3:ExistingObjectTag/SageMaker", "sagem
 OURS, DATA = {TO: "sagemaker.amazonaws.com"}, f"{S3}my-data/a"
 DEFINITION = f"{SAGEMAKER}:flow-definition/any"
 ALLOWED_AND_NOT = [
-    # a bucket of another name; an action that is not there
+    # a bucket with another name; an action that the policy does not have
     (Need(OBJECT, f"{S3}my-sagemaker/a"), Need(OBJECT, DATA)),
     (Need("logs:GetLogEvents", "*"), Need("logs:FilterLogEvents", "*")),
-    # the role passed to another service, or to nobody says whom
+    # a role passed to another service, or to an unknown one
     (Need(PASS, ROLE, OURS), Need(PASS, ROLE, {TO: "ec2.amazonaws.com"})),
     (Need(PASS, ROLE, OURS), Need(PASS, ROLE)),
     # NotResource; a variable without a value
@@ -114,7 +114,7 @@ ALLOWED_AND_NOT = [
         Need("sagemaker:CreateSpace", SPACE, {"sagemaker:DomainId": "d"}),
         Need("sagemaker:CreateSpace", SPACE),
     ),
-    # conditions that ignore case, and that count only where there is a value
+    # conditions that ignore case, or that apply only if there is a value
     (Need(OBJECT, DATA, {TAG: "True"}), Need(OBJECT, DATA, {TAG: "no"})),
     (Need(FLOW, DEFINITION), Need(FLOW, DEFINITION, {CROWD: "public-crowd"})),
 ]
@@ -143,7 +143,7 @@ def test_calls_need_more_than_their_names_say():
     assert missing(Call("s3", "HeadBucket", foreign), POLICY) == []
     keys = {"Bucket": "my-data", "Delete": {"Objects": [{"Key": "a"}, {"Key": "b"}]}}
     assert missing(Call("s3", "DeleteObjects", keys), POLICY) == ["s3:DeleteObject"] * 2
-    with pytest.raises(LookupError, match="PutBucketPolicy: what it needs is not known"):
+    with pytest.raises(LookupError, match="PutBucketPolicy: the permissions it needs"):
         missing(Call("s3", "PutBucketPolicy", foreign), POLICY)
-    with pytest.raises(LookupError, match="ec2: what its calls need is not known"):
+    with pytest.raises(LookupError, match="ec2: the permissions for its calls"):
         missing(Call("ec2", "RunInstances"), POLICY)

@@ -1,8 +1,8 @@
-"""What the notebooks ask of AWS: run with moto in AWS's place and no cluster, request by request.
+"""The notebooks' requests to AWS, recorded with moto instead of AWS, without running jobs.
 
-The role that they find has AWS's managed policy, and nothing else is allowed. The requests are
-compared with those stored in tests/notebooks/requests/. To store new ones after a change that is
-meant, and to read their diff:
+The notebooks' role has AWS's managed policy, and nothing else is allowed. The requests are compared
+with those stored in tests/notebooks/requests/. After an intended change, store the new requests and
+read their diff:
 
     STORE_REQUESTS=1 .venv/bin/python -m pytest tests/notebooks/test_requests.py
     git diff tests/notebooks/requests
@@ -32,12 +32,12 @@ from shared import monitoring
 thorough = pytest.mark.thorough
 STORED = Path(__file__).parent / "requests"
 
-# What is asked of AWS does not depend on it, and it takes time to make.
+# Less data saves time; the requests do not depend on it.
 LESS_DATA = {
     '"records": 1024': '"records": 32',
     '("train", 12_000, 1), ("t10k", 2_000, 2)': '("train", 100, 1), ("t10k", 100, 2)',
 }
-# Instead of Studio: a caller that has assumed a SageMaker execution role, in moto's AWS.
+# Replaces Studio: in moto's AWS, the caller has assumed a SageMaker execution role.
 MOTO = """
 import json, os, re
 import boto3, moto
@@ -59,7 +59,7 @@ requests, create = [], SageMakerResponse.create_training_job
 
 
 def recorded(self):
-    # With the command, which the SDK writes into a script on S3.
+    # Add the command, which the SDK writes into a script on S3.
     request = json.loads(self.body)
     for channel in request.get("InputDataConfig", []):
         if channel["ChannelName"] == "sm_drivers":
@@ -67,7 +67,7 @@ def recorded(self):
             bucket, key = f"{uri}/sm_train.sh".removeprefix("s3://").split("/", 1)
             script = boto3.client("s3").get_object(Bucket=bucket, Key=key)["Body"].read().decode()
             own = script.partition("BASE_COMMAND_EOF'\\n")[2].partition("\\nSAGEMAKER_BASE")[0]
-            request["Command"] = own  # none with an entry_script
+            request["Command"] = own  # "" if the job has an entry_script
     requests.append(request)
     return create(self)
 
@@ -79,7 +79,7 @@ allowed, absent = permissions.enforce(permissions.managed_policy("AmazonSageMake
 """
 
 
-# Importing these takes a kernel ten seconds: here they are imported once, and each run is a fork.
+# Importing these takes ten seconds. The fork server imports them once, and each run is a fork.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["matplotlib.pyplot", "moto", "pandas", "sagemaker.train"]
@@ -88,7 +88,7 @@ FORKS.set_forkserver_preload(
 
 
 def run_cells(folder: Path, cells: list[str], environment: dict[str, str]) -> object:
-    """Run cells of Python in this process; return what they have left in the variable `result`."""
+    """Run cells of Python in this process; return the value of their variable `result`."""
     os.environ.clear()
     os.environ.update(environment, MPLBACKEND="agg")
     os.chdir(folder)
@@ -99,7 +99,7 @@ def run_cells(folder: Path, cells: list[str], environment: dict[str, str]) -> ob
 
 
 def requests_of(notebook: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    """Run the notebook up to what needs the jobs' results; return its CreateTrainingJobs."""
+    """Run the notebook's cells that do not need the jobs' results; return its requests."""
     monkeypatch.setenv("SAGEMAKER_TARGET", target)
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -140,7 +140,7 @@ def test_requests_to_aws(notebook: Path, target: str, monkeypatch: pytest.Monkey
 
 @thorough
 def test_hello_world_asks_the_same_for_the_affordable_pairs(monkeypatch: pytest.MonkeyPatch):
-    """`make aws` runs all notebooks with aws-small, hello world as the first one."""
+    """`make aws` runs all notebooks with aws-small, including hello world."""
     stored = json.loads((STORED / "helloworld-example.aws.json").read_text())
     assert requests_of(HELLO_NOTEBOOK, "aws-small", monkeypatch) == stored
 
@@ -163,7 +163,7 @@ def test_only_the_first_cell_and_the_table_of_sizes_know_the_target(notebook: Pa
 def test_a_job_for_lack_of_capacity_is_tried_again(
     reasons: list[str], jobs: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """The notebook's own function, with jobs that fail in moto as AWS would let them fail."""
+    """Call the notebook's own function, with jobs that fail in moto as they would on AWS."""
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     cells = nbformat.read(TENSORFLOW_NOTEBOOK, as_version=4).cells
     source = next(cell.source for cell in cells if "def run_job" in cell.source)
@@ -171,7 +171,7 @@ def test_a_job_for_lack_of_capacity_is_tried_again(
     exec(source, names)
 
     class Trainer:
-        """Starts a job that ends at once, for the next of the reasons."""
+        """Starts a job that ends at once, with the next of the reasons."""
 
         started: list[str] = []
 

@@ -1,5 +1,6 @@
-"""What the notebooks ask of AWS can be had, as far as that is known offline: images, instances,
-regions and prices. docs/aws.md says so, and is read here.
+"""AWS offers the images, instance types and regions that the notebooks use, at the stated prices.
+
+The tests compare docs/aws.md with the stored requests and with data that is available offline.
 """
 
 import json
@@ -34,12 +35,12 @@ TARGETS += [(name, to) for name in ("PyTorch", "TensorFlow") for to in ("aws", "
 
 @pytest.fixture(autouse=True)
 def snapshot_only(monkeypatch, tmp_path):
-    """Prices are those of prices.csv, whatever this user has got from AWS."""
+    """Use the prices in prices.csv, not those that this user has refreshed from AWS."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def requests(name: str, target: str) -> list[dict]:
-    """What a run of the notebook asks of AWS (test_requests.py compares that with these)."""
+    """Return the notebook's stored requests, which test_requests.py checks against the notebook."""
     suffix = target.replace("both", "aws")
     path = ROOT / "tests" / "notebooks" / "requests" / f"{NOTEBOOKS[name].stem}.{suffix}.json"
     asked = json.loads(path.read_text())
@@ -48,12 +49,12 @@ def requests(name: str, target: str) -> list[dict]:
 
 
 def instances(request: dict) -> dict[str, int]:
-    """{instance type: count}, those that train first."""
+    """Return {instance type: count}, with the instances that train first."""
     return dict(reversed(instances_of(request["ResourceConfig"]).items()))
 
 
 def table() -> dict[tuple[str, str], list[str]]:
-    """The page's table: the other cells by the first two. "the same" is what the row above has."""
+    """Read the page's table: the other cells by the first two; "the same" is the cell above."""
     found, above = {}, []
     for line in re.findall(r"^\| (\w.*) \|$", SECTION, re.M):
         cells = [cell.strip() for cell in line.split("|")]
@@ -111,11 +112,12 @@ def test_nothing_is_asked_for_that_aws_has_retired(path: Path):
 
 @pytest.mark.parametrize("region", REGIONS)
 def test_region_has_images_and_instances(region: str):
-    """By the SDK's table of accounts, and moto's copy of what EC2 offers (in 2026)."""
+    """Check the SDK's table of accounts, and moto's copy of EC2's offerings (of 2026)."""
     assert region in boto3.Session().get_available_regions("sagemaker")
     asked = [request for target in TARGETS for request in requests(*target)]
     accounts = {r["AlgorithmSpecification"]["TrainingImage"].partition(".")[0] for r in asked}
-    for framework, version in (("pytorch", "2.10"), ("tensorflow", "2.12")):  # the newest it knows
+    # The newest versions that the SDK knows.
+    for framework, version in (("pytorch", "2.10"), ("tensorflow", "2.12")):
         uri = image_uris.retrieve(
             framework, region, version, instance_type="ml.g5.xlarge", image_scope="training"
         )

@@ -1,4 +1,4 @@
-"""Who interrupts a notebook's cell leaves its job running: the notebooks say how to stop it."""
+"""Interrupting a notebook's cell does not stop its job, so the notebooks say how to stop it."""
 
 import re
 from importlib.metadata import version
@@ -20,7 +20,7 @@ PRINTED = [
 
 
 def sources(notebook: Path, cell_type: str) -> list[str]:
-    """The texts of the notebook's cells of one type."""
+    """Return the source of the notebook's cells of one type."""
     cells = nbformat.read(notebook, as_version=4).cells
     return [cell.source for cell in cells if cell.cell_type == cell_type]
 
@@ -28,7 +28,7 @@ def sources(notebook: Path, cell_type: str) -> list[str]:
 def test_the_sdk_still_says_which_job_it_has_started():
     assert "_latest_training_job" in ModelTrainer.__private_attributes__, (
         f"SageMaker's SDK {version('sagemaker')} has no ModelTrainer._latest_training_job, which "
-        "is not public: the notebooks and tests/helpers/jobs.py need another way to a job's name."
+        "is not public: the notebooks and tests/helpers/jobs.py must get a job's name another way."
     )
 
 

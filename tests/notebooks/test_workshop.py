@@ -1,7 +1,7 @@
-"""The PyTorch notebook, and workshop.md's exercises in it: unanswered, solved, answered wrongly.
+"""The PyTorch notebook with workshop.md's exercises: unanswered, solved, answered wrongly.
 
-One kernel runs all of the notebook, on smaller data; the jobs are real. Everything else is asked of
-that kernel, without further jobs. (The other notebooks are run by nbval, as they are.)
+One kernel runs the whole notebook with real jobs, on less data. All tests use that kernel, and
+start no further jobs. (nbval runs the other notebooks unchanged.)
 """
 
 import ast
@@ -30,29 +30,29 @@ ANSWER = re.compile(r"^\w+ = None\b.*\n", re.M)
 
 
 def solved(exercise: str, solution: str) -> str:
-    """The exercise's cell with the solution in place of its first line to fill in, and no other."""
+    """Replace the exercise's first line to fill in with the solution, and remove the others."""
     return ANSWER.sub("", ANSWER.sub(lambda _: solution, exercise, count=1))
 
 
 class Lab:
-    """A learner's kernel, and what the exercises said in it."""
+    """A learner's kernel, and the output of the exercises in it."""
 
     def __init__(self, client: NotebookClient):
         self.client, self.unanswered, self.said = client, [], []
 
     def run(self, source: str) -> str:
-        """What a new cell prints."""
+        """Run `source` in a new cell; return what it prints."""
         cells = self.client.nb.cells
         cells.append(nbformat.v4.new_code_cell(source))
         self.client.execute_cell(cells[-1], len(cells) - 1)
         return "".join(output.get("text", "") for output in cells[-1].outputs)
 
     def check(self, call: str) -> str:
-        """What a check of `shared/workshop.py` says."""
+        """Return what a check in `shared/workshop.py` says."""
         return self.run(f"print(workshop.{call})").strip()
 
     def go_through(self) -> None:
-        """Run the notebook's cells, and each exercise as it comes."""
+        """Run the notebook's cells; run each exercise without an answer, then solved."""
         solutions = iter(SOLUTIONS)
         for cell in CELLS:
             tags, source = cell.metadata.get("tags", []), cell.source
@@ -72,7 +72,7 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """The notebook's kernel when everything has been run."""
+    """Run the whole notebook, and yield its kernel."""
     assert all(sum(old in cell.source for cell in CELLS) == 1 for old in SMALLER)
     resources = {"metadata": {"path": str(PYTORCH_NOTEBOOK.parent)}}
     client = NotebookClient(nbformat.v4.new_notebook(), timeout=300, resources=resources)
@@ -92,13 +92,13 @@ def test_the_notebook_comes_unanswered_and_each_exercise_has_its_solutions():
 
 def test_without_answers_the_exercises_wait_and_start_no_job(lab: Lab):
     assert lab.unanswered == [workshop.WAITING] * 3
-    # The notebook's three; one of lab 2, two of lab 3. Wrong answers, below, have started none.
+    # Three jobs are the notebook's, one is lab 2's, two are lab 3's. Wrong answers start none.
     assert int(lab.run("print(len(local.jobs))")) == 6
 
 
 def test_solutions_are_right(lab: Lab):
     waiting, prediction, server, launcher = lab.said
-    assert waiting.startswith("Right: it waits for ")
+    assert waiting.startswith("Right: the job waits for ")
     assert prediction.startswith("Right: by the formula it is ")
     for said in (server, launcher):
         assert "no batch was lost" in said, said
@@ -108,11 +108,11 @@ def test_solutions_are_right(lab: Lab):
     reason = r"AlgorithmError: The launcher on algo-\d \(data_group\) is gone: connection closed\."
     assert re.search(rf"Right: the job is Failed \({reason}", launcher), launcher
     seconds = re.search(r"the billing, ended (\d+) s after the kill", launcher)
-    assert int(seconds[1]) <= 15, launcher  # as the example's README has it
+    assert int(seconds[1]) <= 15, launcher  # the limit in the table in pt.grpc.sagemaker/job.md
 
 
 def test_a_right_prediction_is_followed_by_the_measurement(lab: Lab):
-    """The cell after the prediction has run with it: its job is the fourth."""
+    """The cell after the prediction uses the prediction, and starts the fourth job."""
     settings = "boto3.client('sagemaker').describe_training_job(TrainingJobName=more_job)"
     run = lab.run(f"job = {settings}; print(job['HyperParameters'], job['ResourceConfig'])")
     assert "'augment': '8'" in run and "'InstanceCount': 2" in run, run
@@ -134,18 +134,18 @@ END = "broken_job, killed_at, heterogeneous_job)"
     "call, hint",
     [
         ("check_waiting(None, 'data', homogeneous_job)", workshop.WAITING),
-        ("check_waiting('49 %', 'data', homogeneous_job)", "is a number such as 12.5, not '49 %'"),
+        ("check_waiting('49 %', 'data', homogeneous_job)", "a number such as 12.5, not '49 %'"),
         (f"check_waiting({TRUE_WAIT}, 'CPU', homogeneous_job)", "'data' or 'training', not 'CPU'"),
         (f"check_waiting({TRUE_WAIT}, 'training', homogeneous_job)", "the conclusion is not"),
         (f"check_waiting({TRUE_WAIT} + 500, 'data', homogeneous_job)", "Divide data_wait_ms"),
         (f"check_prediction(None, {PREDICTED}", workshop.WAITING),
         (f"check_prediction('fast', {PREDICTED}", "a number of milliseconds, not 'fast'"),
         ("check_prediction(1, 0.5, heterogeneous_job, synthetic_job, cores)", "whole number"),
-        (f"check_prediction(0.001, {PREDICTED}", "no feed makes it shorter"),
+        (f"check_prediction(0.001, {PREDICTED}", "data hosts cannot make it shorter"),
         (f"check_prediction(1e6, {PREDICTED}", "The limit is "),
         (f"check_prediction(1.2 * predicted_ms, {PREDICTED}", "The limit is "),
         ("problem_with('feed.server', None, cores)", workshop.WAITING),
-        ("problem_with('feed.server', 'Failed', None)", "On AWS nobody gets at"),
+        ("problem_with('feed.server', 'Failed', None)", "On AWS nobody can reach"),
         ("problem_with('train.py', 'Failed', cores)", "not 'train.py'"),
         ("problem_with('launcher', 'failed', cores)", "not 'failed'"),
         (f"check_ending('Completed', {END}", "No: the job is Failed"),
@@ -184,7 +184,7 @@ advisor.main(["--job", homogeneous_job, "--synthetic-job", synthetic_job])
 
 
 def clean_up() -> str:
-    """The lines that the notebook's text gives for deleting what it has left on AWS."""
+    """Return the lines in the notebook's text that delete what the notebook leaves on AWS."""
     text = "\n".join(cell.source for cell in CELLS if cell.cell_type != "code")
     blocks = re.findall(r"^ *```python\n(.*?)```", text, re.DOTALL | re.MULTILINE)
     [lines] = [textwrap.dedent(block) for block in blocks if "delete()" in block]
@@ -192,7 +192,7 @@ def clean_up() -> str:
 
 
 def test_all_that_was_asked_of_aws_is_in_the_policy_also_by_the_commands_and_the_clean_up(lab: Lab):
-    """The kernel refuses the rest (conftest.py), which only the SDK's own questions survive."""
+    """The kernel denies all other calls (conftest.py). Only the SDK's optional calls need more."""
     lab.run(COMMANDS)
     lab.run(clean_up())
     allowed, absent = ast.literal_eval(lab.run("print([sorted(allowed), sorted(absent)])"))

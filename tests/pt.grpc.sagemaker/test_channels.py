@@ -1,4 +1,4 @@
-"""Which hosts need the files: jobs with a channel for data hosts alone, as README's table says."""
+"""Which hosts need the files: jobs whose channel only data hosts get, as in README's table."""
 
 import re
 
@@ -71,8 +71,8 @@ def test_with_a_callable_data_hosts_alone_need_the_files(jobs: Jobs):
     ]
 
 
-def test_spare_cores_of_the_training_host_need_them_too(jobs: Jobs):
-    job = jobs.wait(start(jobs, "--spare-cores 1", epochs=1000).name)  # it comes up later
+def test_spare_cores_of_the_training_host_need_the_files_too(jobs: Jobs):
+    job = jobs.wait(start(jobs, "--spare-cores 1", epochs=1000).name)  # its server starts late
     assert job["TrainingJobStatus"] == "Failed"
     words = "on data host unix-abstract:.*KeyError: 'SM_CHANNEL_TRAINING'"
     assert re.search(words, job["FailureReason"]), job["FailureReason"]

@@ -1,6 +1,6 @@
-"""The ways that a job of the PyTorch example can end, but for those that need PyTorch itself.
+"""The ways in which a job of the PyTorch example can end, except those that need PyTorch itself.
 
-helpers/endings.py has the table; tests/endings.py runs all of it with PyTorch: `make thorough`.
+helpers/endings.py lists them; `make thorough` runs all of them with PyTorch (tests/endings.py).
 """
 
 import os
@@ -24,7 +24,7 @@ QUICK = [name for name, ending in ENDINGS.items() if not ending.slow and not end
 
 @pytest.fixture(scope="module")
 def waiting(jobs: Jobs) -> dict[str, Begun]:
-    """The slow endings, begun before all other tests, which run while these wait."""
+    """Start the slow endings first: the other tests run while these wait."""
     upload_images()
     return {name: begin(jobs, name, torch=False) for name in SLOW}
 
@@ -40,6 +40,7 @@ def test_slow_ending(waiting: dict, name: str):
     finish(waiting[name])
 
 
+# Rows of the table that the last test here checks.
 BELOW = {"Ctrl-C in the notebook", "the notebook's kernel ends (locally)"}
 
 
@@ -50,7 +51,7 @@ def test_every_row_of_the_table_has_an_ending_with_its_reason():
     assert reasons.keys() == ENDINGS.keys() | BELOW
     for name, ending in ENDINGS.items():
         if ending.status == "Failed":
-            said = re.sub("(600|300) s", "20 s", reasons[name])  # what the test waits
+            said = re.sub("(600|300) s", "20 s", reasons[name])  # the tests wait less
             assert re.fullmatch(ending.reason, said), name
 
 
@@ -72,13 +73,13 @@ print("ENDED WELL", flush=True)
 
 
 def read_until(word: str, kernel: subprocess.Popen) -> str:
-    """The first line that begins with `word`; what came before it is gone."""
+    """Return the first line that begins with `word`; the lines before it are lost."""
     lines = []
     for line in kernel.stdout:
         lines.append(line)
         if line.startswith(word):
             return line
-    raise AssertionError(f"it ended without {word}: {lines}")
+    raise AssertionError(f"the kernel ended without {word}: {lines}")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The loader: samples from data hosts are those of a plain DataLoader, and so are their errors."""
+"""The loader: samples and errors from data hosts are those of a plain DataLoader."""
 
 import functools
 import random
@@ -48,7 +48,7 @@ BATCH_SIZE = 7
 
 
 def seed_all() -> None:
-    """As a training script does."""
+    """Seed all generators, as a training script does."""
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
 
 
@@ -57,7 +57,7 @@ def numbers_drawn() -> tuple:
 
 
 def two_epochs(dataset: Dataset, **options: Any) -> tuple[list, list]:
-    """All batches, and the random numbers that a training draws meanwhile."""
+    """Return all batches, and the random numbers that the training draws after each."""
     seed_all()
     loader, batches, drawn = DataLoader(dataset, BATCH_SIZE, shuffle=True, **options), [], []
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_samples_and_the_training_s_random_numbers_do_not_depend_on_who_prepares
     there = remote(hosts[:host_count], dataset)
     batches, drawn = two_epochs(there, num_workers=num_workers)
     assert_same(batches, made_here)
-    assert drawn == two_epochs(range(SAMPLES))[1]  # those beside a plain DataLoader
+    assert drawn == two_epochs(range(SAMPLES))[1]  # as with a plain DataLoader
     assert states == (dataset.generator.bit_generator.state, dataset.of_python.getstate())
     assert torch.equal(torch_state, dataset.transforms[0].generator.get_state())
 
@@ -118,7 +118,7 @@ def test_samples_without_random_numbers_are_those_of_a_plain_dataloader(hosts, w
 
 
 def test_random_numbers_are_never_repeated():
-    """Not in another epoch, nor in another batch of the same samples, nor with another seed."""
+    """Another epoch, another batch of the same samples and another seed all give new numbers."""
     loader, numbers = loader_of([], Draws(), [[0, 1]] * 20), []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -130,7 +130,7 @@ def test_random_numbers_are_never_repeated():
 
 
 def test_an_epoch_goes_on_where_it_was_left(hosts):
-    """With batches of the same numbers, and torch's seed of that epoch."""
+    """With `start_at_batch`, and the same batches and generator seed in each run."""
     sampler = RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(1))
     batches = list(BatchSampler(sampler, BATCH_SIZE, drop_last=False))
 
@@ -152,7 +152,7 @@ def test_an_epoch_goes_on_where_it_was_left(hosts):
 
 
 def test_loaders_may_be_used_at_the_same_time(hosts):
-    """As of a training and its validation, which begins anew in the middle."""
+    """Training and validation, for example: here validation runs several times in an epoch."""
     training = loader_of(hosts, Draws(), batch_size=5, num_workers=1)
     validation = loader_of(hosts, Numbers(), batch_size=9)
     torch.manual_seed(0)
@@ -174,12 +174,12 @@ def test_loaders_may_be_used_at_the_same_time(hosts):
     ids=["Subset", "ConcatDataset", "both"],
 )
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_torch_s_datasets_around_it_may_stay(hosts, wrap, num_workers):
+def test_torch_s_datasets_may_wrap_it(hosts, wrap, num_workers):
     expected, _ = two_epochs(wrap(remote([], Draws())))
     assert_same(two_epochs(wrap(remote(hosts, Draws())), num_workers=num_workers)[0], expected)
 
 
-def test_what_goes_one_by_one_is_the_same_and_the_log_says_so(hosts, capfd):
+def test_samples_that_are_not_spread_are_the_same_and_the_log_says_so(hosts, capfd):
     def samples(some: list[DataHost], dataset: Dataset, **options: Any) -> list:
         torch.manual_seed(5)
         return list(loader_of(some, dataset, **options))
@@ -196,7 +196,7 @@ def test_what_goes_one_by_one_is_the_same_and_the_log_says_so(hosts, capfd):
     assert {count for batch in expected[:-1] for _, count, _ in batch} == {7}
 
 
-def test_it_can_be_asked_by_hand(hosts):
+def test_it_can_be_indexed_without_a_dataloader(hosts):
     for some in ([], hosts):
         dataset = remote(some, Draws())
         seed_all()
@@ -205,20 +205,20 @@ def test_it_can_be_asked_by_hand(hosts):
         assert [sample[0] for sample in dataset.__getitems__([3, 4])] == [3, 4]
         assert dataset[5][0] == 5 and len(dataset) == SAMPLES
         assert numbers_drawn() == expected
-        assert [*remote(some, [1, 2, 3])] == [1, 2, 3]  # IndexError ends it
+        assert [*remote(some, [1, 2, 3])] == [1, 2, 3]  # an IndexError ends the loop
 
 
 # What a sample may be
 
 
-def test_anything_that_pickles_arrives_as_it_left(hosts):
+def test_anything_that_pickles_arrives_unchanged(hosts):
     for some in (hosts[:1], []):
         batches = list(loader_of(some, Things(), batch_size=2))
         assert_same([sample for batch in batches for sample in batch], THINGS)
 
 
-def test_batches_may_be_joined_there(hosts):
-    """As by collate_fns that take their time, or random numbers."""
+def test_collate_fn_may_run_on_data_hosts(hosts):
+    """Even a collate_fn that draws random numbers."""
 
     own = np.random.default_rng(3)
 
@@ -248,7 +248,7 @@ def test_an_exception_arrives_in_its_place_as_torch_raises_it_and_the_loader_goe
     addresses = "|".join(host.address for host in hosts)
     assert caught.match(f"Caught SampleIsBroken on data host ({addresses})")
     assert "SampleIsBroken: a sample is broken: caf\udce9.jpg" in str(caught.value)
-    assert 'raise SampleIsBroken("a sample is broken' in str(caught.value)  # the source's line
+    assert 'raise SampleIsBroken("a sample is broken' in str(caught.value)  # the source line
     assert next(batches) == [3]
     with pytest.raises(RuntimeError, match="Panic: index out of bounds"):
         next(batches)
@@ -261,7 +261,7 @@ class Endless(IterableDataset):
 
 
 class Both(Endless):
-    """As MosaicML's StreamingDataset."""
+    """Both iterable and map-style, like MosaicML's StreamingDataset."""
 
     def __getitem__(self, index: int) -> int:
         return index
@@ -270,7 +270,7 @@ class Both(Endless):
         return 3
 
 
-def test_mistakes_are_answered(hosts, monkeypatch):
+def test_mistakes_raise_errors(hosts, monkeypatch):
     monkeypatch.delenv("HETERO_TOKEN", raising=False)
     monkeypatch.setenv("HETERO_DATA_HOSTS", hosts[0].address)
     there = remote(hosts, Numbers(), collate_fn=list)
@@ -281,9 +281,9 @@ def test_mistakes_are_answered(hosts, monkeypatch):
         (TypeError, "Both is both", lambda: RemoteDataset(Both())),
         (TypeError, "IterableWrapper.* is a datapipe", lambda: RemoteDataset(pipe)),
         (TypeError, "collate_fn is for map-style", lambda: RemoteDataset(Endless(), list)),
-        (TypeError, "int is no Dataset", lambda: RemoteDataset(3)),
-        (TypeError, "a callable has made ChainDataset", lambda: remote(hosts, chain)),
-        (TypeError, "a callable has made ChainDataset", lambda: remote([], chain)),
+        (TypeError, "int is not a Dataset", lambda: RemoteDataset(3)),
+        (TypeError, "returned an IterableDataset .ChainDataset", lambda: remote(hosts, chain)),
+        (TypeError, "returned an IterableDataset .ChainDataset", lambda: remote([], chain)),
         (ValueError, "needs HETERO_TOKEN", lambda: RemoteDataset(Numbers())),
         (TypeError, "needs DataLoader.*collate_fn=as_is", lambda: DataLoader(there, **joined)),
         (TypeError, "needs DataLoader.*collate_fn=as_is", lambda: there),
@@ -295,7 +295,7 @@ def test_mistakes_are_answered(hosts, monkeypatch):
 
 @pytest.mark.parametrize(("num_workers", "context"), [(0, None), (1, "fork"), (1, "spawn")])
 def test_a_rank_that_would_train_alone_is_refused(hosts, monkeypatch, num_workers, context):
-    """The environment says that there are others, and torch whether they train together."""
+    """WORLD_SIZE says that there are other ranks; torch says whether they train together."""
     options = {"num_workers": num_workers, "multiprocessing_context": context}
     loader = loader_of(hosts, ByRank(), [[0], [1]], **options)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -308,14 +308,14 @@ def test_a_rank_that_would_train_alone_is_refused(hosts, monkeypatch, num_worker
         validation = loader_of(hosts, Numbers(), [[0]], **options)
     finally:
         dist.destroy_process_group()
-    assert next(iter(validation))[0]["index"] == 0  # what rank 0 may do when all have trained
+    assert next(iter(validation))[0]["index"] == 0  # rank 0 may do so after all ranks have trained
 
 
-# A callable in the Dataset's place
+# A callable instead of a Dataset
 
 
 def test_a_callable_makes_the_dataset_in_each_worker_of_the_data_hosts(start):
-    """Not before they are forked: an open file would be one for all."""
+    """It is called after the fork: otherwise the workers would share open files."""
     hosts = up(start(workers=3), start())
     dataset = remote(hosts, functools.partial(Made, 30))
     assert len(dataset) == 30

@@ -1,4 +1,4 @@
-"""The loader when an epoch is left or its program ends: at once, and nothing is left."""
+"""If a program leaves an epoch or ends, the loader ends at once and leaves nothing behind."""
 
 import shutil
 import signal
@@ -26,14 +26,14 @@ from helpers.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def many() -> Iterator[DataHost]:
-    """A data host of which many workers may be asleep."""
+    """A data host with so many workers that some may stay asleep."""
     [host] = up(DataHost(workers=40))
     yield host
     host.kill()
 
 
 def test_leaving_an_epoch_leaves_nothing(many):
-    """Neither one that waits for the training, nor one that waits for a sample."""
+    """Whether the loader waits for the training or for a sample."""
     threads, others = set(threading.enumerate()), set(psutil.Process().children())
     for num_workers, numbers in [(0, [[0]] * 9), (2, [[0]] * 9), (1, [[0]] + [[SLOW]] * 9)]:
         batches = iter(loader_of([many], Troubled(), numbers, num_workers=num_workers))
@@ -57,20 +57,20 @@ PROGRAM = """if True:
 
 
 def begin(host: DataHost, number: int, num_workers: int, end: str) -> psutil.Popen:
-    """Start a program that is in the middle of an epoch when it comes to `end`."""
+    """Start a program that runs the line `end` in the middle of an epoch."""
     program = PROGRAM.format(number=number, workers=num_workers, end=end)
     return psutil.Popen(
         [sys.executable, "-W", "ignore", "-c", program],
         env=environment_of([host]),
         stderr=subprocess.PIPE,
         text=True,
-        # Where the tests run in the background, Ctrl-C would be ignored.
+        # If the tests run in the background, the program would ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
 def begin_and_wait(host: DataHost, num_workers: int) -> psutil.Popen:
-    """Start a program that waits for a sample for ever."""
+    """Start a program that waits for a sample forever."""
     asleep = host.said().count("asleep")
     program = begin(host, SLOW, num_workers, "list(batches)")
     wait_until(lambda: host.said().count("asleep") > asleep + max(0, num_workers - 1))
@@ -104,7 +104,7 @@ def test_workers_of_a_dataloader_end_with_a_training_that_is_killed(many):
 
 
 @pytest.mark.thorough
-def test_it_can_be_imported_from_any_path_and_after_tensorflow(tmp_path: Path):
+def test_feed_can_be_imported_from_any_path_and_after_tensorflow(tmp_path: Path):
     folder = tmp_path / "a b" / "ü"
     shutil.copytree(CODE / "feed", folder / "feed")
     program = f"import sys, tensorflow; sys.path.insert(0, {str(folder)!r}); import feed"

@@ -38,7 +38,7 @@ SEEDS = range(50 if SOAK else 1)
 
 
 def epoch(hosts: list[DataHost], dataset: Dataset | None = None, **options) -> Iterator:
-    """The batches of an epoch in random order, which are always the same."""
+    """Return an iterator over an epoch in random order, which is the same each time."""
     torch.manual_seed(5)
     options = {"batch_size": 7, "shuffle": True, **options}
     return iter(loader_of(hosts, dataset or Steady(), **options))
@@ -50,9 +50,9 @@ def expected() -> list:
 
 
 def lines(capfd: pytest.CaptureFixture) -> list[str]:
-    """What the training has said of hosts."""
+    """Return what the loader has printed about hosts."""
     said = capfd.readouterr().out.splitlines()
-    return [line.removeprefix("feed: ") for line in said if " has gone to " not in line]
+    return [line.removeprefix("feed: ") for line in said if " was sent to " not in line]
 
 
 # Hosts
@@ -72,7 +72,7 @@ def test_hosts_are_killed_at_random_moments_and_come_back(start, expected, seed)
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_connections_are_cut_within_replies(start, expected, seed):
-    """By a relay, which cuts each connection after a random length."""
+    """A relay cuts each connection after a random number of bytes."""
     chance, cuts, ends = random.Random(seed), [], []
     [host] = up(start(workers=1 + seed % 2))
     port = int(host.address.split(":")[1])
@@ -95,7 +95,7 @@ def test_connections_are_cut_within_replies(start, expected, seed):
             while True:
                 client, _ = listener.accept()
                 server = socket.create_connection(("127.0.0.1", port))
-                # Further each time, so that the epoch comes to an end.
+                # Later after each cut, so that the epoch ends.
                 limit = chance.randrange(3_000_000) * (10 + len(cuts)) // 10
                 ends.extend([client, server])
                 for way in [(client, server, 10**12), (server, client, limit)]:
@@ -123,13 +123,13 @@ def test_another_host_takes_over_for_one_that_is_killed_and_back_again(start, ex
     assert_same(received + list(batches), expected)
     [line] = lines(capfd)
     assert line.startswith(f"data host {hosts[1].address} failed (UNAVAILABLE: ")
-    assert line.endswith("): it is asked again, and others")
+    assert line.endswith("): trying it again, and other hosts")
 
-    assert_same(list(epoch(hosts)), expected)  # begins without it
+    assert_same(list(epoch(hosts)), expected)  # starts without that host
     hosts[1].start()
     up(hosts[1])
     hosts[0].kill()
-    assert_same(list(epoch(hosts)), expected)  # which has been away, and serves alone
+    assert_same(list(epoch(hosts)), expected)  # the host that was away serves alone
 
 
 @pytest.mark.thorough
@@ -143,11 +143,11 @@ def test_hosts_may_all_be_gone_for_a_while(start, expected, capfd):
     for host in hosts:
         host.start()
     assert_same(received + list(batches), expected)
-    assert len(lines(capfd)) <= 2 * 2  # one of each host in each worker, not one for each attempt
+    assert len(lines(capfd)) <= 2 * 2  # one per host and worker, not one per attempt
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_nobody_comes_back(start, num_workers):
+def test_no_host_comes_back(start, num_workers):
     [host] = up(start())
     batches = epoch([host], num_workers=num_workers, timeout=2)
     next(batches)
@@ -155,7 +155,7 @@ def test_nobody_comes_back(start, num_workers):
     words = f"no data host has answered for 2 s .{host.address}: UNAVAILABLE: "
     with pytest.raises(ConnectionError, match=words):
         list(batches)
-    with pytest.raises(ConnectionError, match=words):  # nor has anybody been there
+    with pytest.raises(ConnectionError, match=words):  # nor is a host there at the start
         list(epoch([host], timeout=2))
 
 
@@ -173,7 +173,7 @@ def test_pauses_of_the_training_do_not_count(start):
 
 
 def test_a_host_that_is_busy_is_not_silent(start):
-    """Neither while it loads a Dataset, nor while a sample takes longer than the timeout."""
+    """Loading a Dataset or preparing a sample may take longer than the timeout."""
     [host] = up(start(setup="import feed.front; feed.front.BEAT_SECONDS = 0.3"))
     assert [*loader_of([host], TakesItsTime(), [[0, 1], [2]], timeout=1.5)] == [[0, 1], [2]]
 
@@ -189,15 +189,15 @@ def test_a_host_that_comes_up_late_is_used(start, capfd):
 
 def test_a_wrong_token_ends_the_training_at_once(start):
     [host] = up(start(token="another"))
-    away = Namespace(address=f"127.0.0.1:{free_port()}")  # which is not waited for
+    away = Namespace(address=f"127.0.0.1:{free_port()}")  # down, and not waited for
     for num_workers in (0, 1):
-        with pytest.raises(PermissionError, match=f"{host.address}: wrong or missing token: have"):
+        with pytest.raises(PermissionError, match=f"{host.address}: wrong or missing token: do"):
             list(epoch([away, host], num_workers=num_workers))
 
 
-@pytest.mark.parametrize("stopped_after", [0, 3])  # batches; 0: it never answers
+@pytest.mark.parametrize("stopped_after", [0, 3])  # batches; 0: the host never answers
 def test_another_host_takes_over_for_one_that_hangs(start, expected, stopped_after, monkeypatch):
-    """Because its chunks are overdue: gRPC, which would take 20 s to notice, does not help here."""
+    """Its overdue chunks show that it hangs: gRPC's keepalive, which needs 20 s, is off here."""
     options = dict(feed_host.CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 2**31 - 1}
     monkeypatch.setattr(feed_host, "CHANNEL_OPTIONS", [*options.items()])
     hosts = up(start(), start())
@@ -207,7 +207,7 @@ def test_another_host_takes_over_for_one_that_hangs(start, expected, stopped_aft
     received = [next(batches) for _ in range(stopped_after)]
     hosts[1].freeze()
     assert_same(received + list(batches), expected)
-    assert_same(list(epoch(hosts)), expected)  # another epoch, which does not wait for it either
+    assert_same(list(epoch(hosts)), expected)  # the next epoch does not wait for it either
 
 
 def test_a_host_that_hangs_for_a_while_goes_on(start, expected):
@@ -220,7 +220,7 @@ def test_a_host_that_hangs_for_a_while_goes_on(start, expected):
     assert_same(received + list(batches), expected)
 
 
-def test_a_host_that_hangs_for_ever_is_silent(start):
+def test_a_host_that_hangs_forever_is_reported_as_silent(start):
     [host] = up(start())
     batches = epoch([host], timeout=2)
     next(batches)
@@ -230,7 +230,7 @@ def test_a_host_that_hangs_for_ever_is_silent(start):
 
 
 def test_a_slow_host_does_not_hold_up_a_fast_one(start):
-    """It gets what it can prepare meanwhile: four times slower, about a fifth."""
+    """A host that is four times slower than the other gets about a fifth of the samples."""
     hosts = up(*[start(workers=2, environment={"PACE": pace}) for pace in ("10", "40")])
     loader = loader_of(hosts, Paced(), [[*range(i, i + 16)] for i in range(0, 960, 16)])
     batches = list(loader)
@@ -239,7 +239,7 @@ def test_a_slow_host_does_not_hold_up_a_fast_one(start):
     assert 0 < served[40] < served[10] / 2, served
 
 
-# Their processes
+# The hosts' processes
 
 
 def test_a_worker_that_is_killed_is_replaced_and_the_log_says_so(start, expected):
@@ -250,7 +250,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_log_says_so(start, expected
         received += [next(batches), next(batches)]
         host.worker_processes()[0].kill()
     assert_same(received + list(batches), expected)
-    assert "feed: a worker process: has died" in host.said()
+    assert "feed: a worker process has died" in host.said()
 
 
 def test_the_process_that_holds_a_dataset_is_replaced_too(start, expected):
@@ -266,20 +266,20 @@ def test_a_sample_that_kills_its_process_is_an_error_and_no_endless_loop(start):
     [host] = up(start())
     batches = iter(loader_of([host], Troubled(), [[0], [1, DEADLY], [2]], num_workers=1))
     assert next(batches) == [0]
-    with pytest.raises(RuntimeError, match="worker processes: has died, has died, has died: is th"):
+    with pytest.raises(RuntimeError, match="processes failed .has died, has died, has died.: is"):
         next(batches)
     assert [*batches] == [[2]]
 
 
 class Unloadable(Numbers):
-    """Kills the process that loads it, as one that takes too much memory."""
+    """Kills the process that loads it, like a Dataset that takes too much memory."""
 
     def __reduce__(self) -> tuple:
         return os.abort, ()
 
 
 class ElsewhereOnly(Numbers):
-    """Of a module that data hosts don't have."""
+    """Needs a module that data hosts don't have."""
 
     def __reduce__(self) -> tuple:
         return __import__, ("not_there_at_all",)
@@ -288,25 +288,25 @@ class ElsewhereOnly(Numbers):
 def test_a_dataset_that_cannot_be_loaded_there_is_an_error(start):
     [host] = up(start())
     for dataset, error, words in [
-        (Unloadable(), RuntimeError, "the Dataset's process has died: is there memory"),
+        (Unloadable(), RuntimeError, "the Dataset's process has died: is there enough"),
         (ElsewhereOnly(), ModuleNotFoundError, "No module named 'not_there_at_all'"),
     ]:
         with pytest.raises(error, match=words):
             next(iter(loader_of([host], dataset, num_workers=1)))
-    assert len(list(epoch([host], Numbers()))) == 9  # it serves others
+    assert len(list(epoch([host], Numbers()))) == 9  # the host still serves others
 
 
 def test_a_sample_that_takes_longer_than_it_may_is_an_error(start):
     [host] = up(start(setup="import feed.worker; feed.worker.CHUNK_SECONDS = 2"))
     batches = iter(loader_of([host], Troubled(), [[0], [SLOW], [1]]))
     assert next(batches) == [0]
-    with pytest.raises(RuntimeError, match="worker processes: hangs, hangs, hangs: is there mem"):
+    with pytest.raises(RuntimeError, match="worker processes failed .hangs, hangs, hangs.: is"):
         next(batches)
     assert [*batches] == [[1]]
 
 
 def test_a_worker_that_is_frozen_is_replaced(start):
-    """Also within a large sample, for the rest of which the server waits."""
+    """Also while the server waits for the rest of a large sample."""
     [host] = up(start(setup="import feed.worker; feed.worker.CHUNK_SECONDS = 2"))
     for times, sample in enumerate([0, BIG], start=1):
         batches = iter(loader_of([host], Troubled(), [[sample]] * 3000, num_workers=1))
@@ -314,7 +314,7 @@ def test_a_worker_that_is_frozen_is_replaced(start):
             next(batches)
         [worker] = host.worker_processes()
         worker.suspend()
-        while host.said().count("a worker process: hangs") < times:
+        while host.said().count("a worker process hangs") < times:
             next(batches)
         next(batches)
         del batches
@@ -323,9 +323,9 @@ def test_a_worker_that_is_frozen_is_replaced(start):
 @pytest.mark.thorough
 @pytest.mark.parametrize("frozen, others", [(1, []), (1, ["20"]), (2, ["20"]), (2, ["400"])])
 def test_a_frozen_worker_holds_nobody_up_beside_one_that_is_not(start, frozen, others):
-    """Overdue chunks are asked for again, long before the server gives workers up.
+    """Overdue chunks are requested again, long before the server gives up on the worker.
 
-    frozen: of the first host's two. others: other hosts' milliseconds for a sample.
+    frozen: how many of the first host's two workers. others: ms per sample on the other hosts.
     """
     hosts = [start(workers=2, environment={"PACE": pace}) for pace in ["20", *others]]
     up(*hosts)
@@ -335,11 +335,11 @@ def test_a_frozen_worker_holds_nobody_up_beside_one_that_is_not(start, frozen, o
         worker.suspend()
     received += list(batches)
     assert [index for [(index, _)] in received] == list(range(100))
-    assert "worker process" not in hosts[0].said()  # for CHUNK_SECONDS are not over
+    assert "worker process" not in hosts[0].said()  # CHUNK_SECONDS have not passed
 
 
 def test_datasets_that_nobody_asks_for_are_dropped(start):
-    """The least recently used one first; who asks for it again uploads it again."""
+    """The least recently used one goes first. It is uploaded again when it is needed again."""
     [host] = up(start(setup="import feed.front; feed.front.MOST_DATASETS = 3"))
     loader, always = (
         loader_of([host], Draws(), batch_size=50),

@@ -42,20 +42,20 @@ def serves(host: DataHost) -> bool:
 
 
 def keep_busy(host: DataHost) -> DataLoader:
-    """Have a sample prepared that takes for ever; return the iterator that waits for it."""
+    """Request a sample that takes forever; return the iterator that waits for it."""
     batches = iter(loader_of([host], Troubled(), [[SLOW]], num_workers=1))
     wait_until(lambda: "asleep" in host.said())
     return batches
 
 
-# Where
+# Where it listens
 
 
 def test_port_in_use_is_refused(start):
     [host] = up(start())
     second = start(address=host.address)
     assert second.process.wait(timeout=60) != 0
-    assert f"feed: cannot listen at '{host.address}': in use, or not this host's" in second.said()
+    assert f"feed: cannot listen on '{host.address}': it is in use, or" in second.said()
     assert serves(host)
 
 
@@ -69,7 +69,7 @@ def test_a_server_without_a_token_is_refused(start):
 
 
 class Evil:
-    """What a stranger would like to be unpickled: it makes a file."""
+    """An attack: unpickling it creates a file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -79,13 +79,13 @@ class Evil:
 
 
 def test_nothing_of_a_stranger_is_unpickled_and_the_log_has_a_line(start, tmp_path):
-    """One for all refused calls within ten seconds."""
+    """One line for all calls that are refused within ten seconds."""
     [host] = up(start())
     file = tmp_path / "made"
     evil = pickle.dumps(Evil(file))
     request = pickle.dumps(wire.Request(bytes(32), evil))
     signed = {name: hashlib.sha256(data).digest() for name, data in [("r", request), ("e", evil)]}
-    _, overheard = wire.sign(TOKEN, signed["r"])  # a stranger may see those of other calls
+    _, overheard = wire.sign(TOKEN, signed["r"])  # a stranger may overhear other calls
     key, code = overheard[0]
     with grpc.insecure_channel(host.address) as channel:
         ask = channel.unary_stream(f"/{wire.SERVICE}/Ask")
@@ -104,9 +104,9 @@ def test_nothing_of_a_stranger_is_unpickled_and_the_log_has_a_line(start, tmp_pa
                 with pytest.raises(grpc.RpcError) as refused:
                     call()
                 assert refused.value.code() is REFUSED
-        with pytest.raises(grpc.RpcError):  # signed is something else
+        with pytest.raises(grpc.RpcError):  # the signature is another request's
             list(ask(request + b"\0\0", metadata=overheard))
-        upload(iter([evil]), metadata=overheard)  # signed is something else here, too
+        upload(iter([evil]), metadata=overheard)  # here, too: the upload is dropped
         with pytest.raises(grpc.RpcError) as refused:
             list(ask(bytes(100 << 20), metadata=overheard))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -115,7 +115,7 @@ def test_nothing_of_a_stranger_is_unpickled_and_the_log_has_a_line(start, tmp_pa
     assert 1 <= host.said().count("feed: refused a call from ipv4:127.0.0.1:") <= 3
 
 
-def test_garbage_and_calls_that_never_say_more_do_no_harm(start):
+def test_garbage_and_silent_calls_do_no_harm(start):
     [host] = up(start())
     before = sum(process.memory_info().rss for process in host.processes())
     with grpc.insecure_channel(host.address) as channel:
@@ -124,7 +124,7 @@ def test_garbage_and_calls_that_never_say_more_do_no_harm(start):
         calls = [silent.future(iter(silence.wait, None)) for _ in range(3000)]
         codes = {call.exception(timeout=60).code() for call in calls}
         silence.set()
-    assert REFUSED in codes  # others: too many at once
+    assert REFUSED in codes  # others are refused as too many at once
     with socket.create_connection(("127.0.0.1", int(host.address.split(":")[1]))) as stranger:
         stranger.sendall(os.urandom(100_000))
         assert serves(host)
@@ -160,14 +160,14 @@ def test_nothing_of_a_stranger_at_a_data_host_s_address_is_unpickled(tmp_path):
     with subprocess.Popen(command, cwd=CODE, stdout=subprocess.PIPE) as server:
         try:
             assert server.stdout.readline() == b"serving\n"
-            with pytest.raises(PermissionError, match="a reply without a valid MAC: have both"):
+            with pytest.raises(PermissionError, match="a reply has no valid MAC: do both"):
                 next(iter(loader_of([Namespace(address=address)], Numbers())))
         finally:
             server.kill()
     assert not file.exists()
 
 
-# Clients that have gone or are slow, and memory
+# Clients that die or are slow, and memory
 
 
 CLIENT = f"""if True:
@@ -208,14 +208,14 @@ def test_memory_stays_flat(start, num_workers):
     assert max(growth) < 20, growth
 
 
-# Its end
+# How it ends
 
 
 def test_sigterm_to_all_of_a_busy_host_s_processes_ends_them_soon(start):
     [host] = up(start(workers=2))
     waiting = keep_busy(host)
     processes = host.processes()
-    for _ in range(5):  # as the launcher sends it, and perhaps SageMaker, too
+    for _ in range(5):  # from the launcher, and perhaps from SageMaker, too
         os.killpg(host.process.pid, signal.SIGTERM)
         time.sleep(0.02)
     assert host.process.wait(timeout=30) == 0
@@ -241,14 +241,14 @@ def test_a_host_that_has_had_no_dataset_says_so_when_it_ends(start):
     for host, times in (used, 0), (unused, 1):
         host.process.terminate()
         host.process.wait(timeout=30)
-        assert host.said().count("no Dataset has come") == times
+        assert host.said().count("no Dataset was sent") == times
 
 
 def test_no_process_outlives_the_first_one(start):
     [host] = up(start())
     waiting = keep_busy(host)
     processes = host.processes()
-    assert len(processes) == 1 + 1 + 1 + 1  # it, the front, who holds the Dataset, and a worker
+    assert len(processes) == 1 + 1 + 1 + 1  # server, front, the Dataset's process and a worker
     host.process.kill()
     wait_until(lambda: all(map(has_ended, processes)))
     del waiting
@@ -262,5 +262,5 @@ def test_a_front_that_dies_ends_the_host(start):
     front.kill()
     assert host.process.wait(timeout=30) == 1
     wait_until(lambda: all(map(has_ended, processes)))
-    assert "feed: the process that serves has ended" in host.said()
+    assert "feed: the gRPC process has ended" in host.said()
     del waiting

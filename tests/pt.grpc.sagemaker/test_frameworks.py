@@ -1,6 +1,6 @@
-"""Scripts of accelerate, Lightning and the Trainer with one line more: trained on the same.
+"""Scripts of accelerate, Lightning and the Trainer train on the same samples with one more line.
 
-Each script is a function here: see helpers/scripts.py. The scripts without a framework:
+Each script is a function here: see helpers/scripts.py. Scripts without a framework are in
 test_scripts.py.
 """
 
@@ -28,7 +28,7 @@ def test_one_line_changes_nothing_but_where_samples_are_prepared(tmp_path, name)
 
 
 def accelerate(wrap: Wrap) -> Any:
-    """Hugging Face's accelerate, with gradient accumulation and a scheduler for each step."""
+    """Hugging Face's accelerate, with gradient accumulation and a scheduler."""
     import accelerate
 
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -54,7 +54,7 @@ def accelerate(wrap: Wrap) -> Any:
 
 
 def lightning_module(seen: dict[str, list]) -> Any:
-    """A model that notes the features that it is trained on, and validated."""
+    """Return a model that records the features that it is trained and validated on."""
     import lightning
 
     class Module(lightning.LightningModule):
@@ -111,7 +111,7 @@ def lightning(wrap: Wrap) -> Any:
 
 
 class Noting(torch.nn.Module):
-    """A model for the Trainer that notes the features that it is trained on."""
+    """A model for the Trainer that records the features that it is trained on."""
 
     def __init__(self, seen: list):
         super().__init__()
@@ -124,7 +124,7 @@ class Noting(torch.nn.Module):
 
 
 def trainer(wrap: Wrap) -> Any:
-    """Hugging Face's Trainer, which evaluates, and goes on from a checkpoint in mid-epoch."""
+    """Hugging Face's Trainer, which evaluates, and resumes from a checkpoint in mid-epoch."""
     import transformers
 
     trained_on = []
@@ -162,9 +162,9 @@ def trainer(wrap: Wrap) -> Any:
 
 
 class Shares(IterableDataset):
-    """A stream that shares its numbers out among workers, and among ranks if it is told to.
+    """A stream that splits its numbers among workers, and with `by_rank` among ranks, too.
 
-    A file has a line for each that is prepared, by the rank that asks.
+    It writes each number that it prepares for a rank into a file of that rank.
     """
 
     def __init__(self, by_rank: bool):
@@ -183,7 +183,7 @@ class Shares(IterableDataset):
 
 
 def prepared(rank: int) -> list[int]:
-    """What has been prepared for a rank since this was asked last."""
+    """Return the numbers that have been prepared for a rank since the last call."""
     dist.barrier()
     file = Path(f"prepared-{'there' if is_there() else 'here'}-{rank}")
     numbers = [*map(int, file.read_text().split())] if file.exists() else []
@@ -194,7 +194,7 @@ def prepared(rank: int) -> list[int]:
 
 
 def everywhere(seen: list[torch.Tensor]) -> list[int]:
-    """The numbers that all ranks have been trained on, by the features of their batches."""
+    """Return the numbers that all ranks have trained on, taken from the features."""
     mine = sorted(int(sample[0]) for features in seen for sample in features)
     all_of_them: list = [None] * dist.get_world_size()
     dist.all_gather_object(all_of_them, mine)
@@ -202,7 +202,7 @@ def everywhere(seen: list[torch.Tensor]) -> list[int]:
 
 
 def accelerate_stream(wrap: Wrap) -> Any:
-    """accelerate's own ways with streams, and the one that has each rank prepare its own share."""
+    """accelerate's two ways to split a stream among ranks, and a stream that splits itself."""
     import accelerate
 
     outcomes, all_numbers = [], [*range(40)]
@@ -211,9 +211,9 @@ def accelerate_stream(wrap: Wrap) -> Any:
         accelerator = accelerate.Accelerator(cpu=True, dataloader_config=ways)
         loader = DataLoader(wrap(Shares(by_rank=False)), batch_size=4, num_workers=2)
         outcomes.append([*accelerator.prepare(loader)])
-        # Some twice, as it evens out the batches.
+        # Some twice, since accelerate evens out the batches.
         assert {*everywhere([features for features, _ in outcomes[-1]])} == {*all_numbers}
-        by_rank = [prepared(rank) for rank in range(RANKS)]  # by default rank 1 asks in vain
+        by_rank = [prepared(rank) for rank in range(RANKS)]  # by default only rank 0 reads
         assert by_rank[0] == all_numbers and (dispatches is None or by_rank[1] == all_numbers)
     outcomes.append([*DataLoader(wrap(Shares(by_rank=True)), batch_size=4, num_workers=2)])
     assert everywhere([features for features, _ in outcomes[-1]]) == all_numbers

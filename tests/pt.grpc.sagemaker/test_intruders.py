@@ -1,6 +1,6 @@
 """Strangers at every port that a running job of the PyTorch example listens on.
 
-What they would ask a data server for: test_feed_servers.py.
+test_feed_servers.py tests what strangers could ask of a data server.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from helpers.running import Running, after_steps, start, upload_images
 from helpers.waiting import wait_until
 
 pytestmark = pytest.mark.thorough
-GIVEN_UP = 50 << 20  # bytes that a process may grow by, among them what training itself takes
+MAY_GROW = 50 << 20  # bytes per process, including what training itself takes
 ATTACKS = [
     os.urandom(1 << 16),
     b"",  # nothing at all
@@ -30,7 +30,7 @@ ATTACKS = [
 
 @pytest.fixture(scope="module")
 def job(jobs: Jobs) -> Running:
-    """A job that trains until it is stopped; it must still do so after each test."""
+    """A job that trains until it is stopped; it must still train after each test."""
     upload_images()
     running = start(jobs, max_runtime_seconds=600)
     after_steps(running)
@@ -39,10 +39,10 @@ def job(jobs: Jobs) -> Running:
 
 @pytest.fixture
 def unharmed(job: Running):
-    """After the test training goes on, and no process has grown much."""
+    """Check after the test that training continues and no process has grown much."""
     before = {}
     for process in job.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's, whose epoch is over
+        with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's worker, after its epoch
             before[process] = process.memory_info().rss
     yield
     step = last_step(job)
@@ -51,7 +51,7 @@ def unharmed(job: Running):
     for process, size in before.items():
         with contextlib.suppress(psutil.NoSuchProcess):
             grown[process] = process.memory_info().rss - size
-    assert max(grown.values()) < GIVEN_UP, grown
+    assert max(grown.values()) < MAY_GROW, grown
 
 
 def last_step(job: Running) -> int:
@@ -59,10 +59,10 @@ def last_step(job: Running) -> int:
 
 
 def listeners(job: Running) -> list[tuple[str, int]]:
-    """Where the job's processes listen: launcher, rank 0, data servers, and gloo in each rank."""
+    """Return where the job listens: launcher, rank 0, data servers, and gloo in each rank."""
     found = set()
     for process in job.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's, whose epoch is over
+        with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's worker, after its epoch
             connections = process.net_connections("tcp")
             found |= {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
     return [("127.0.0.1" if ip in ("0.0.0.0", "::") else ip, port) for ip, port in found]
@@ -76,14 +76,14 @@ def refusals(job: Running, why: str) -> int:
     return sum(line.startswith("hetero: refused") and why in line for line in job.log())
 
 
-def test_talk_that_is_not_ours_on_every_port(job: Running, unharmed):
+def test_garbage_on_every_port(job: Running, unharmed):
     addresses = listeners(job)
-    assert len({port for _, port in addresses}) >= 3 + 2  # ours, and at least one of each rank
+    assert len({port for _, port in addresses}) >= 3 + 2  # ours, and at least one per rank
     with contextlib.ExitStack() as connections:
         for address, attack in itertools.product(addresses, ATTACKS):
             connection = connections.enter_context(socket.create_connection(address, timeout=5))
             connection.settimeout(1)
-            with contextlib.suppress(OSError):  # cut off, or not listened to: both will do
+            with contextlib.suppress(OSError):  # cut off or ignored: both are fine
                 connection.sendall(attack)
         time.sleep(8)  # held open longer than the launcher waits
 
@@ -97,8 +97,8 @@ def test_500_connections_at_once_on_every_port(job: Running, unharmed):
             time.sleep(0.5)
 
 
-def test_wrong_token_and_a_host_that_is_there_are_refused_with_a_line(job: Running, unharmed):
-    reasons = {"a guess": "wrong token", "a secret": "a host that is not awaited"}
+def test_a_wrong_token_and_a_host_that_has_joined_are_refused_and_logged(job: Running, unharmed):
+    reasons = {"a guess": "wrong token", "a secret": "unknown host, or already connected"}
     for token, reason in reasons.items():
         with socket.create_connection(leader(job)) as connection:
             hello = {"token": token, "host": job.host("data_group", 0)}
@@ -108,7 +108,7 @@ def test_wrong_token_and_a_host_that_is_there_are_refused_with_a_line(job: Runni
 
 
 def test_refusals_are_few_and_the_job_ends_as_it_should(job: Running):
-    """The last test of this module: 500 connections and more have left a few lines."""
+    """The last test here: after more than 500 connections, the log has only a few lines."""
     reasons = {line.split(": ", 2)[2] for line in job.log() if line.startswith("hetero: refused")}
     assert {"not a launcher's message", "silent for 5 s", "wrong token"} <= reasons
     assert refusals(job, "") < 30

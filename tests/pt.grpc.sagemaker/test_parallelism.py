@@ -1,6 +1,6 @@
-"""Ranks that share the model with FSDP train like those that have all of it, with DDP.
+"""Ranks that shard the model with FSDP train like ranks that replicate it with DDP.
 
-A job with FSDP, which is interrupted, is in test_spot.py.
+test_spot.py has an interrupted job with FSDP.
 """
 
 import re
@@ -28,12 +28,12 @@ STEPS = 24
 
 
 def losses(output: str) -> dict[int, float]:
-    """The logged losses by step; of a run's first step there is none."""
+    """Return the logged losses by step; the first step of a run is not logged."""
     return {int(line[0]): float(line[2]) for line in STEP_LINE.findall(output)}
 
 
 def load(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
-    """Load the weights that a run has left into a plain model."""
+    """Load the weights that a run has saved into a plain model."""
     model.load_state_dict(torch.load(folder / "model.pt"))
     return model.eval()
 
@@ -46,7 +46,7 @@ def assert_close(model: torch.nn.Module, reference: torch.nn.Module) -> None:
 
 @pytest.fixture(scope="module")
 def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of images of noise, 256 to train on and 100 to test."""
+    """A folder of noise images: 256 to train on, and 100 to test on."""
     folder, random = tmp_path_factory.mktemp("noise"), np.random.default_rng(0)
     for prefix, count in (("train", 256), ("t10k", 100)):
         images = random.integers(0, 256, (count, 28, 28))
@@ -72,7 +72,7 @@ def test_fsdp_trains_as_ddp_with_half_of_the_state(noise, tmp_path):
     model = load(MnistNet(), tmp_path / "fsdp")
     assert_close(model, load(MnistNet(), tmp_path / "ddp"))
 
-    # Evaluated on rank 0, with the weights of both.
+    # Rank 0 evaluates, with the weights of both ranks.
     images, labels = zip(*MnistDataset(noise, train=False), strict=True)
     right = model(torch.stack(images)).argmax(dim=1) == torch.tensor(labels)
     assert f"test_accuracy={right.float().mean():.4f}\n" in output
@@ -80,7 +80,7 @@ def test_fsdp_trains_as_ddp_with_half_of_the_state(noise, tmp_path):
 
 @pytest.mark.thorough
 def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_either_parallelism(tmp_path):
-    """In turns; the batch is always the same one, so the number of ranks makes no difference."""
+    """The batch is always the same, so the number of ranks makes no difference."""
     common = ["--data-mode", "synthetic", "--model", "small", "--batch-size", "8"]
     common += ["--log-every", "1"]
     folders = ["--checkpoint-dir", tmp_path / "one", "--model-dir", tmp_path / "one"]
@@ -97,7 +97,7 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_either_parallelism(tmp
         assert losses(output) == pytest.approx(expected, abs=2e-4)
         shares = [] if ranks == 1 else [(parallelism, str(ranks))]
         assert [line[:2] for line in STATE_LINE.findall(output)] == shares
-    # Adam's moments show what its steps and so the losses hide: gradients that are too large.
+    # Gradients that are too large show in Adam's moments, but not in its steps and the losses.
     states = [torch.load(tmp_path / name / "checkpoint.pt")["state"] for name in ("turns", "one")]
     moments, expected = (state["optimizer"]["state"] for state in states)
     torch.testing.assert_close(moments, expected, rtol=1e-3, atol=1e-5)
@@ -127,5 +127,5 @@ def test_library_of_the_collective_operations(kind: str, library: str, monkeypat
     joined = []
     monkeypatch.setattr(dist, "init_process_group", lambda name, timeout: joined.append(name))
     monkeypatch.setattr(dist, "new_group", lambda backend, timeout: backend)
-    assert parallel.join_ranks(torch.device(kind), "ddp") == "gloo"  # the few words on CPUs
+    assert parallel.join_ranks(torch.device(kind), "ddp") == "gloo"  # for control messages
     assert joined == [library]

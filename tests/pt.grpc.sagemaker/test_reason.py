@@ -1,7 +1,7 @@
-"""What the runtime says of a process that has failed: scripts, and the sentence for each.
+"""What the runtime says about a failed process: scripts, and the sentence for each.
 
-Those without a framework are run each time. The others take seconds each, and only the thorough
-test runs them: what they print is stored in printed/. To store it anew:
+Scripts without a framework run each time. The others take seconds each, so only the thorough test
+runs them; another test reads their output from printed/. To store this output again:
 
     PYTHONPATH=pt.grpc.sagemaker/code python tests/pt.grpc.sagemaker/test_reason.py
 """
@@ -31,7 +31,7 @@ except OSError:
     logging.exception("no cache")
 print("step=1", flush=True)
 """
-# What torch says when it ends a process that uses NCCL, with a real C++ exception.
+# What torch prints when it aborts a process that uses NCCL, with a real C++ exception.
 NCCL = """
 import ctypes
 text = b"[PG ID 0 Rank 1] Process group watchdog thread terminated with exception: {}\\n"
@@ -80,13 +80,13 @@ SCRIPTS = {
         "print('evaluation begins', flush=True)\nimport sys\nsys.exit(3)",
         "3; its last line: evaluation begins",
     ),
-    "sys.exit without a word": ("import sys\nsys.exit(3)", "3"),
+    "sys.exit without output": ("import sys\nsys.exit(3)", "3"),
     "argparse": (
         "import argparse\nparser = argparse.ArgumentParser()\n"
         "parser.add_argument('--size', type=int)\nparser.parse_args(['--size', 'many'])",
         "2: train.py: error: argument --size: invalid int value: 'many'",
     ),
-    "a command that is no Python": (
+    "a command that is not Python": (
         "import os\nos.execvp('sh', ['sh', '-c', 'cat /no/such/file'])",
         "1; its last line: cat: /no/such/file: No such file or directory",
     ),
@@ -103,18 +103,18 @@ SCRIPTS = {
         "    finally:\n        raise OSError('no space')\nraise ValueError('no number')",
         "1: ValueError: no number",
     ),
-    "an error, and one in a thread that misses what has ended": (
+    "an error, and one in a thread that runs on": (
         "import threading, time\ndef read():\n    time.sleep(0.2)\n    raise EOFError\n"
         "threading.Thread(target=read, name='Thread-7 (_pin_memory_loop)').start()\n"
         "raise ValueError('no number')",
         "1: ValueError: no number",
     ),
-    "an error in a thread, which the script ends for": (
+    "an error in a thread, and the script then exits": (
         "import sys, threading\nthread = threading.Thread(target=lambda: 1 / 0)\n"
         "thread.start()\nthread.join()\nsys.exit('a thread has died')",
         "1: ZeroDivisionError: division by zero | a thread has died",
     ),
-    "an error in a child process, whose status the script takes": (
+    "an error in a child process, and the script exits with its status": (
         "import multiprocessing, sys\ndef work():\n    raise ValueError('no number')\n"
         "child = multiprocessing.get_context('fork').Process(target=work)\n"
         "child.start()\nchild.join()\nsys.exit(child.exitcode)",
@@ -128,7 +128,7 @@ SCRIPTS = {
         f"{HANDLED}raise ValueError('no number')",
         "1: ValueError: no number",
     ),
-    # Nothing tells that the first has not ended it: both are said.
+    # The output does not show that the first error was handled: both are quoted.
     "an error that was handled, and sys.exit with a text": (
         f"{HANDLED}sys.exit('no usable samples')",
         "1: FileNotFoundError: ...: 'cache.bin' | step=1 | no usable samples",
@@ -181,7 +181,7 @@ class Data(torch.utils.data.Dataset):
 for batch in torch.utils.data.DataLoader(Data(), num_workers=1, timeout={}):
     pass
 """
-# Two ranks that have met: what the other does, within seconds, and what this one does.
+# Two ranks that have met. To fill in: timeout, seconds until the other exits, this rank's code.
 RANKS = """
 import datetime, os, time
 other = os.fork() == 0
@@ -283,7 +283,7 @@ SLOW_SCRIPTS = {
         "images must be square...",
     ),
 }
-# Those that are cut off from another rank, and have not failed by themselves.
+# Processes that lost another rank, and did not fail by themselves.
 CUT_OFF = {
     "torch, a rank that is gone": (
         RANKS.format(60, 0, REDUCE),
@@ -322,12 +322,12 @@ SLOW = {**SLOW_SCRIPTS, **CUT_OFF}
 
 
 def stored(name: str) -> Path:
-    """The file with what a slow script prints."""
+    """Return the file with a slow script's output."""
     return Path(__file__).parent / "printed" / (re.sub(r"[^\w.]+", "-", name) + ".txt")
 
 
 def printed(script: str, folder: Path) -> str:
-    """Run a script as train.py; return what it prints, and below it its exit status."""
+    """Run a script as train.py; return its output, and its exit status as the last line."""
     (folder / "train.py").write_text(script)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # as in AWS's images
     command, pipes = [sys.executable, "train.py"], {"stdout": -1, "stderr": subprocess.STDOUT}
@@ -336,9 +336,9 @@ def printed(script: str, folder: Path) -> str:
 
 
 def check(name: str, output: str) -> None:
-    """Check what the runtime says of such an output."""
+    """Check what the runtime says about this output."""
     *lines, status = output.splitlines()
-    why, was_cut_off = reason(lines[-1000:])  # so many does process.py remember
+    why, was_cut_off = reason(lines[-1000:])  # process.py remembers this many
     _, sentence = {**SCRIPTS, **SLOW}[name]
     pattern = re.escape(sentence).replace(re.escape("..."), ".*")
     assert re.fullmatch(pattern, f"{status}{why}"), f"{status}{why}"
@@ -362,7 +362,7 @@ def test_frameworks_still_print_what_is_stored(name: str, tmp_path: Path):
 
 
 def main() -> None:
-    """Store what the slow scripts print, without the names of this machine's folders."""
+    """Store the slow scripts' output, without the names of this machine's folders."""
     for name, (script, _) in SLOW.items():
         with tempfile.TemporaryDirectory() as folder:
             output = printed(script, Path(folder)).replace(folder, "/opt/ml/code")

@@ -1,6 +1,6 @@
 """`python -m hetero` with programs of a few lines: what runs where, and what ranks are told.
 
-How such jobs end: test_runtime_ends.py.
+test_runtime_ends.py tests how such jobs end.
 """
 
 import json
@@ -32,7 +32,7 @@ THREE = {**GROUPS, "more": ("ml.m5.large", 1)}
 
 
 def told(log: list[str]) -> tuple[list[dict], list[dict]]:
-    """What ranks, in their order, and servers have said with TELL."""
+    """Return what TELL printed on the ranks, in their order, and in the servers."""
     found = [json.loads(line.removeprefix("told ")) for line in log if line.startswith("told ")]
     ranks = sorted((t for t in found if t["RANK"]), key=lambda t: int(t["RANK"]))
     return ranks, [t for t in found if not t["RANK"]]
@@ -47,11 +47,11 @@ def test_two_data_groups_several_ranks_and_the_servers_that_they_find(jobs: Jobs
     assert sorted(t["group"] for t in data_hosts) == ["data_group", "data_group", "more"]
     addresses = data_hosts[0]["HETERO_DATA_HOSTS"].split(",")
     assert sorted(addresses) == sorted(t["HETERO_SERVE_AT"] for t in data_hosts)
-    # The first of all has more to do, such as TensorFlow's dispatcher.
+    # The first server may have another task, such as TensorFlow's dispatcher.
     [first] = [t for t in servers if t["HETERO_FIRST"] == "1"]
     assert first["HETERO_SERVE_AT"] == addresses[0] and first["group"] == "data_group"
     assert len({t["HETERO_WORKER"] for t in servers}) == len(servers) == 5
-    # Beside the ranks, on their spare core, when nobody else needs it, and without their GPUs.
+    # Servers beside the ranks use a spare core, only when it is idle, and no GPUs.
     beside = [t for t in servers if t["group"] == "dnn_group"]
     assert {(t["cores"], t["policy"], t["CUDA_VISIBLE_DEVICES"]) for t in beside} == {
         (1, os.SCHED_IDLE, "-1")
@@ -63,7 +63,7 @@ def test_two_data_groups_several_ranks_and_the_servers_that_they_find(jobs: Jobs
 
 
 def test_arguments_come_first_and_hyperparameters_win(jobs: Jobs):
-    """As SDK v3's own driver writes them. The same command runs without data hosts."""
+    """In the format of SDK v3's own driver. The same command runs without data hosts."""
     files = {"pack/__init__.py": "", "pack/train.py": TELL}
     files["train.py"] = "raise SystemExit('not this one')"
     options = "--spare-cores auto -m pack.train --lr 0.5 --list 1 2 -- 'a b' --ranks 7"
@@ -91,8 +91,8 @@ def test_a_server_that_cannot_be_started_on_spare_cores_is_left_out(jobs: Jobs):
     assert sum("no data server on the spare cores: [Errno 2]" in line for line in log) == 2
 
 
-def test_a_server_of_one_s_own(jobs: Jobs):
-    """Which is told a folder that it keeps when it is started again."""
+def test_a_server_script_of_one_s_own(jobs: Jobs):
+    """What it stores at HETERO_JOURNAL is kept when it is restarted."""
     serve = TELL + (
         "from pathlib import Path\nkept = Path(os.environ['HETERO_JOURNAL'])\n"
         "if os.environ['HETERO_FIRST'] == '1':\n"
@@ -113,7 +113,7 @@ def test_groups_of_other_names(jobs: Jobs):
     ranks, servers = told(log_of(jobs, TELL + LINGER, options, serve=TELL + SLEEP, groups=groups))
     assert [t["group"] for t in ranks] == ["gpus"]
     assert [t["group"] for t in servers] == ["cpus"]
-    # And as a homogeneous job, whose group has another name again.
+    # The same script in a homogeneous job, whose group has yet another name.
     [rank], servers = told(log_of(jobs, TELL, options, groups=None))
     assert rank["group"] == "homogeneousCluster" and not servers
 
@@ -124,10 +124,10 @@ OTHERS = {"gpu": ("ml.m5.xlarge", 1), "x": ("ml.m5.large", 1)}
 @pytest.mark.parametrize(
     "command, groups, words",
     [
-        ("train.py", OTHERS, "No instance group is named 'dnn_group', the one to train, among "
-         "['gpu', 'x']. Name yours with --train-group, or run(train_group=...)."),
+        ("train.py", OTHERS, "The job has no training group 'dnn_group', only ['gpu', 'x']. Name "
+         "your training group with --train-group, or run(train_group=...)."),
         ("--train-group gpu train.py", OTHERS, "Instance groups ['x'] have nothing to do: 'gpu' "
-         "trains, and data is served by ['data_group']."),
+         "trains, and ['data_group'] serve data."),
         ("--data-group dnn_group --data-group data_group train.py", GROUPS,
          "Instance group 'dnn_group' cannot both train and serve data."),
         ("train.py", GROUPS, "Data hosts have nothing to run: copy the folder feed/"),
@@ -137,10 +137,10 @@ OTHERS = {"gpu": ("ml.m5.xlarge", 1), "x": ("ml.m5.large", 1)}
         ("other.py", None, "There is no other.py in the folder that the job starts in."),
         ("-m", None, "No module is given"),
         ("--serve serve train.py", None, "'serve' is not a script that can be run"),
-        ("--ranks 0 train.py", None, "argument --ranks: must be a number from 1 on, not '0'."),
-        ("--ranks=two train.py", None, "argument --ranks: must be a number from 1 on, not 'two'."),
+        ("--ranks 0 train.py", None, "argument --ranks: must be a whole number >= 1, not '0'."),
+        ("--ranks=two train.py", None, "argument --ranks: must be a whole number >= 1, not 'two'."),
         ("--spare-cores some train.py", None,
-         "argument --spare-cores: must be a number from 0 on or auto, not 'some'."),
+         "argument --spare-cores: must be a whole number >= 0 or auto, not 'some'."),
         ("--needed all train.py", None, "argument --needed: invalid choice: 'all'"),
         ("--rank 2 train.py", None, "'--rank' is not an option: python -m hetero [options] SCRIPT"),
     ],
@@ -154,12 +154,12 @@ def test_what_cannot_be_run_is_refused(jobs: Jobs, command: str, groups, words: 
 
 def test_a_job_of_several_groups_needs_a_token(jobs: Jobs):
     said = reason_of(jobs, "", environment={})
-    assert "put HETERO_TOKEN, a random text such as secrets.token_hex(16), into the job's" in said
+    assert "set HETERO_TOKEN in the job's environment to a random string, such as secrets." in said
 
 
 @pytest.mark.parametrize("folder", [EXAMPLE, TENSORFLOW], ids=lambda folder: folder.name)
 def test_launchers_take_values_with_spaces_whole(jobs: Jobs, folder: Path):
-    """Which the toolkit of SDK v2 splits where it makes arguments of them."""
+    """SDK v2's toolkit splits such values when it makes arguments of them."""
     code = folder / "code"
     files = texts_in(code, "hetero") | {"train_dnn.py": TELL}
     files |= {name: (code / name).read_text() for name in ("arguments.py", "launcher.py")}
@@ -171,7 +171,7 @@ def test_launchers_take_values_with_spaces_whole(jobs: Jobs, folder: Path):
 
 
 def read(config: dict, folder: Path, ask: str) -> str:
-    """What a program prints of `cluster`, read from such a resourceconfig.json."""
+    """Return the output of code about `cluster`, read from this resourceconfig.json."""
     path = folder / "input" / "config" / "resourceconfig.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(config))
@@ -193,7 +193,7 @@ def test_hosts_are_ranked_by_number_whatever_their_order(tmp_path: Path):
 
 
 def test_without_instance_groups_there_is_one(tmp_path: Path):
-    """As the SDK's local mode writes it, with the name of an interface that is not there."""
+    """The SDK's local mode writes such a file, and names an interface that does not exist."""
     config = {"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]}
     config |= {"network_interface_name": "ethwe", "current_instance_type": "local"}
     ask = (
@@ -218,7 +218,7 @@ else:
         try:
             others = socket.create_connection(meeting)
             break
-        except OSError:  # rank 0 is not there yet
+        except OSError:  # rank 0 does not listen yet
             time.sleep(0.1)
 print("rank", json.dumps(dict(os.environ)))
 """
@@ -238,9 +238,9 @@ for environment in json.load(sys.stdin):
 
 
 def test_ranks_find_each_other_as_under_torchrun(jobs: Jobs, tmp_path: Path):
-    """And as Lightning reads their environment. (test_tensorflow.py's ranks read TF_CONFIG.)
+    """Lightning, too, can read their environment. (test_tensorflow.py's ranks read TF_CONFIG.)
 
-    What the user has set stays: only he knows which interface is a fast one.
+    Variables that the user has set stay: only the user knows which interface is fast.
     """
     environment = {"HETERO_TOKEN": "a secret", "NCCL_SOCKET_IFNAME": "^lo", "OMP_NUM_THREADS": "3"}
     log = log_of(jobs, MEET_AND_TELL, "--ranks 2", environment=environment)
@@ -280,7 +280,7 @@ time.sleep(100)
 
 
 def test_lines_that_end_in_a_carriage_return_are_neither_held_back_nor_mixed(jobs: Jobs):
-    """As tqdm's and Keras's progress bars print them."""
+    """tqdm's and Keras's progress bars print such lines."""
     job = start_programs(jobs, PROGRESS, "--ranks 2")
     jobs.wait_for_log(job.name, "looks back", times=4)
     job.stop()
@@ -290,15 +290,15 @@ def test_lines_that_end_in_a_carriage_return_are_neither_held_back_nor_mixed(job
     assert sorted(lines) == sorted([*expected, *["looks back"] * 4])
 
 
-# In a session of its own, holding the script's stdout open.
+# The process has its own session, and holds the script's stdout open.
 LEAVE_A_PROCESS = """
 import subprocess
 subprocess.Popen(["sleep", "100"], start_new_session=True)
 """
 
 
-def test_ranks_have_ended_whoever_holds_their_output(jobs: Jobs):
-    """`nothing_is_left` sees that what they leave ends with the job."""
+def test_ranks_have_ended_even_if_other_processes_hold_their_output(jobs: Jobs):
+    """`nothing_is_left` checks that these processes end with the job."""
     log = log_of(jobs, LEAVE_A_PROCESS + "print('trained', end='')", "--ranks 8")
     assert log.count("trained") == 16
 
@@ -317,7 +317,7 @@ time.sleep(100)
 
 
 def test_a_rank_s_own_processes_live_until_it_has_ended(jobs: Jobs):
-    """Its data workers do not hear of SIGTERM; `nothing_is_left` sees that they end."""
+    """They, such as data workers, do not get SIGTERM; `nothing_is_left` checks that they end."""
     job = start_programs(jobs, WORKER)
     jobs.wait_for_log(job.name, "ready", times=2)
     job.stop()

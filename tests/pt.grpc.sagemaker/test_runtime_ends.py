@@ -1,6 +1,6 @@
-"""How jobs of `python -m hetero` begin and end, beside the rows of README's table, and say why.
+"""How jobs of `python -m hetero` begin and end, and the reasons that they give.
 
-The rows: test_endings.py. Strangers: test_intruders.py.
+test_endings.py tests the table in job.md; test_intruders.py has strangers.
 """
 
 import re
@@ -54,7 +54,7 @@ time.sleep(100)
 
 
 def test_a_data_host_may_be_silent_for_a_while_when_the_training_ends(jobs: Jobs):
-    """The training hosts, which are less patient, hear of the leader meanwhile."""
+    """The training hosts, whose time limit is shorter, hear from the leader meanwhile."""
     launcher = CLUSTER + (
         "hetero.run([sys.executable, 'train.py'], [sys.executable, 'feed/server.py'],"
         " spare_cores=0, training_seconds=4)"
@@ -78,7 +78,7 @@ def freeze(*_):
 
 me = f"{cluster.group}-{cluster.rank}"
 (pids / me).write_text(str(os.getppid()))
-if me == "VICTIM":  # SageMaker would kill it 120 s after its SIGTERM
+if me == "VICTIM":  # SageMaker would do so 120 s after SIGTERM
     kill = f"sleep 25; kill -KILL {os.getppid()}"
     subprocess.Popen(["/bin/sh", "-c", kill], start_new_session=True)
 if me == "data_group-0":
@@ -89,7 +89,7 @@ time.sleep(2 if cluster.group == "dnn_group" else 100)
 
 @pytest.mark.thorough
 def test_a_host_that_freezes_when_the_others_have_signed_off_fails_the_job(jobs: Jobs):
-    """Else the job would go on, and be billed, until MaxRuntimeInSeconds. Three jobs at once."""
+    """Otherwise the job would run, and be billed, until MaxRuntimeInSeconds."""
     stays = r"algo-\d \(data_group\) (did not end when the training had|is gone: silent for \d+ s)"
     lost = r"lost the leader, algo-\d \(dnn_group\): silent for 12 s"
     launcher = CLUSTER + (
@@ -111,7 +111,7 @@ def test_a_host_that_freezes_when_the_others_have_signed_off_fails_the_job(jobs:
 def test_hosts_that_come_up_after_a_failure_hear_of_it(jobs: Jobs):
     launcher = CLUSTER + (
         "fails = (cluster.group, cluster.rank) == ('data_group', 0)\n"
-        "time.sleep(0 if fails else 3)\n"  # deaf to SIGTERM, as the shell that starts it is
+        "time.sleep(0 if fails else 3)\n"  # deaf to SIGTERM, like the shell that starts it
         "hetero.run([sys.executable, 'train.py'], ['/no/such/python' if fails else 'sleep', '100'])"
     )
     job, log = run_programs(jobs, SLEEP, files={"launcher.py": launcher})
@@ -121,7 +121,7 @@ def test_hosts_that_come_up_after_a_failure_hear_of_it(jobs: Jobs):
 
 
 def test_a_stop_that_one_host_hears_first_gives_the_others_their_time(jobs: Jobs):
-    """The last checkpoint may be written on a host that has not got its own SIGTERM yet."""
+    """A host may write the last checkpoint before it gets its own SIGTERM."""
     train = (
         "import os, signal, sys, time\n"
         "def told(*_):\n    time.sleep(10)\n    print('saved', flush=True)\n    sys.exit(1)\n"
@@ -150,7 +150,7 @@ def test_a_data_server_that_the_job_needs_fails_it_alone(jobs: Jobs):
 
 
 def test_a_data_server_that_dies_now_and_then_is_not_restarted_for_ever(jobs: Jobs):
-    """Here each run is long enough for the restarts in a row to be counted anew."""
+    """Here each run is long enough to reset the count of restarts in a row."""
     known = "RESTARTS, HEALTHY_SECONDS, ALL_RESTARTS = 3, 60, 50"
     member = (CODE / "hetero" / "member.py").read_text()
     assert known in member
@@ -170,7 +170,7 @@ sys.exit(1)
 
 
 def test_the_launcher_reaps_what_its_processes_leave(jobs: Jobs):
-    """As PID 1 it is the parent of a crashed server's workers, and of those that left the group."""
+    """As PID 1 it inherits a crashed server's workers, also those in sessions of their own."""
     job = start_programs(jobs, SLEEP, "--spare-cores 0", CRASH)
     jobs.wait_for_log(job.name, "restart in 2 s")
     launcher = job.launcher("data_group", 0)
@@ -182,7 +182,7 @@ def test_the_launcher_reaps_what_its_processes_leave(jobs: Jobs):
 
 
 def test_a_server_beside_the_training_may_end_and_never_outlives_it(jobs: Jobs):
-    """On one training host it ends again and again, as where its channel is missing."""
+    """On one training host it ends again and again, as it would without its channel."""
     serve = (
         "import hetero, time\ncluster = hetero.read_cluster()\nprint(cluster.group, flush=True)\n"
         "time.sleep(0 if (cluster.group, cluster.rank) == ('dnn_group', 0) else 100)"
@@ -190,7 +190,7 @@ def test_a_server_beside_the_training_may_end_and_never_outlives_it(jobs: Jobs):
     train = "import time\ntime.sleep(10)\nprint('trained')"
     log = log_of(jobs, train, "--spare-cores 1", serve)
     assert log.count("dnn_group") == 5 and log.count("trained") == 2
-    said = r"hetero: On .* \(dnn_group\), feed.server exited with status 0, 4 times\. It is left al"
+    said = r"hetero: On .* \(dnn_group\), feed.server exited with status 0, 4 times\. It will not"
     assert sum(bool(re.match(said, line)) for line in log) == 1
 
 
@@ -208,7 +208,7 @@ def test_a_long_error_is_cut_and_still_the_reason(jobs: Jobs):
         "leader.Leader.judge = lambda leader: 1 / 0",
         "leader.receive = lambda reader, seconds: receive(reader, seconds) if seconds < 9 else 1/0",
     ],
-)  # in each of its tasks; in the second one after the hosts have said hello
+)  # one in each of its tasks; the second strikes after the hosts have said hello
 def test_an_error_in_the_leader_s_own_code_is_the_reason(jobs: Jobs, bug: str):
     launcher = f"{CLUSTER}from hetero import leader\nreceive = leader.receive\n{bug}\n{MAIN}"
     job, _ = run_programs(jobs, "", files={"launcher.py": launcher})
@@ -217,7 +217,7 @@ def test_an_error_in_the_leader_s_own_code_is_the_reason(jobs: Jobs, bug: str):
     assert job["TrainingTimeInSeconds"] < 30
 
 
-# Healthy ranks are cut off, and exit before the one that has failed: what torch prints, and when.
+# Healthy ranks lose a connection, print what torch prints, and exit before the failed one.
 FAILS_SLOWLY = """
 import os, sys, time
 rank = int(os.environ["RANK"])
@@ -292,12 +292,12 @@ for name, other in [("no_grpc_proxy", "a.org"), ("no_proxy", "b.org"), ("NO_PROX
         with grpc.insecure_channel(server) as channel:
             print(channel.unary_unary("/any/method")(b"", timeout=20, wait_for_ready=True).decode())
     assert {"algo-1", "algo-4", other} <= {*os.environ[name].split(",")}, os.environ[name]
-    os.environ.pop("no_grpc_proxy", None)  # without which gRPC looks at no_proxy
+    os.environ.pop("no_grpc_proxy", None)  # without it gRPC reads no_proxy
 """
 
 
 def test_hosts_reach_each_other_although_there_is_a_proxy(jobs: Jobs):
-    """One that knows nothing of them: here it is not even there."""
+    """The proxy cannot reach them; here it does not even exist."""
     environment = {"HETERO_TOKEN": "a secret", "http_proxy": "http://127.0.0.1:9"}
     environment |= {"no_grpc_proxy": "a.org", "no_proxy": "b.org", "NO_PROXY": "c.org"}
     log = log_of(jobs, ASK, "--spare-cores 0", GREET, environment=environment)

@@ -1,6 +1,6 @@
-"""Training scripts as people have them, with one line more: trained on the same as without it.
+"""Training scripts as people have them train on the same samples with one more line.
 
-Each script is a function here: see helpers/scripts.py. Those of frameworks: test_frameworks.py.
+Each script is a function here: see helpers/scripts.py. test_frameworks.py has those of frameworks.
 """
 
 import os
@@ -49,7 +49,7 @@ def imagenet(wrap: Wrap) -> Any:
 
 
 class Detection(Numbers):
-    """As torchvision's CocoDetection: images, and dicts of boxes."""
+    """Like torchvision's CocoDetection: images, and dicts of boxes."""
 
     def __init__(self, transforms: Callable):
         super().__init__()
@@ -64,7 +64,7 @@ class Detection(Numbers):
 
 
 class Grouped(Sampler):
-    """Batches of images that are alike."""
+    """Batches of images of the same group."""
 
     def __init__(self, groups: list[int]):
         self.groups = groups
@@ -91,7 +91,7 @@ def detection(wrap: Wrap) -> Any:
 
 
 class Mosaic(Numbers):
-    """As of YOLO: an image made of four, in one of several sizes, until the last epochs."""
+    """As in YOLO: images made of four, except in the last epoch, and in several sizes."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ def mosaic(wrap: Wrap) -> Any:
 
 
 class Telling(Numbers):
-    """Says which rank asks."""
+    """Samples that say which rank asked for them."""
 
     def __getitem__(self, index: int) -> tuple:
         super().__getitem__(index)
@@ -137,7 +137,7 @@ class Telling(Numbers):
 
 
 def rank(wrap: Wrap) -> Any:
-    """A Dataset that depends on the rank, as of an own kind of shards."""
+    """A Dataset that depends on the rank, such as one that shards its data itself."""
     loader = DataLoader(wrap(Telling()), batch_size=9, num_workers=1)
     batches = [batch for batch in loader]
     assert batches[0][2].tolist() == [int(os.environ["RANK"])] * 9
@@ -145,7 +145,7 @@ def rank(wrap: Wrap) -> Any:
 
 
 def beside(wrap: Wrap) -> Any:
-    """A transform from a folder beside the script, which the script has put into sys.path."""
+    """A transform from a folder beside the script, which the script adds to sys.path."""
     sys.path.insert(0, str(Path(__file__).parent / "library"))
     import transforms_of_mine
 

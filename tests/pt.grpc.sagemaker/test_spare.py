@@ -15,18 +15,18 @@ from hetero import spare
 @pytest.mark.parametrize(
     "ranks, most, expected",
     [
-        (1, None, [1, 5, 2, 6, 3, 7]),  # all but the first core, whose second vCPU is not ours
+        (1, None, [1, 5, 2, 6, 3, 7]),  # all but 0, the first core's only vCPU here
         (3, None, [3, 7]),
         (4, None, []),
         (9, None, []),
         (1, 0, []),
         (1, 2, [3, 7]),
-        (4, 7, [0, 1, 5, 2, 6, 3, 7]),  # who asks for all gets them
+        (4, 7, [0, 1, 5, 2, 6, 3, 7]),  # all of them, if asked for
         (4, 99, [0, 1, 5, 2, 6, 3, 7]),
     ],
 )
 def test_each_rank_keeps_a_physical_core(monkeypatch, tmp_path, ranks, most, expected):
-    """Of eight vCPUs, of which four apart are a core, as on AWS, and this process has seven."""
+    """Eight vCPUs, of which n and n + 4 share a core, as on AWS. The process has all but 4."""
     for cpu in range(8):
         (tmp_path / str(cpu)).write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
     monkeypatch.setattr(spare, "SIBLINGS", f"{tmp_path}/{{}}")
@@ -34,13 +34,13 @@ def test_each_rank_keeps_a_physical_core(monkeypatch, tmp_path, ranks, most, exp
     assert spare.find_spare_cores(ranks, most) == expected
 
 
-def test_vcpus_whose_cores_are_not_told_are_taken_as_cores(monkeypatch, tmp_path):
+def test_vcpus_count_as_cores_where_cores_are_unknown(monkeypatch, tmp_path):
     monkeypatch.setattr(spare, "SIBLINGS", f"{tmp_path}/{{}}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     assert spare.find_spare_cores(1) == [1, 2]
 
 
-def test_where_the_policy_idle_is_forbidden_it_runs_at_the_lowest_priority(monkeypatch):
+def test_where_sched_idle_is_forbidden_it_runs_at_the_lowest_priority(monkeypatch):
     def refuse(*_) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -51,7 +51,7 @@ def test_where_the_policy_idle_is_forbidden_it_runs_at_the_lowest_priority(monke
         process.kill()
 
 
-def test_own_server_and_data_host_share_the_samples_and_either_does_for_both(start):
+def test_own_server_and_data_host_share_the_samples_and_either_suffices(start):
     address = f"unix-abstract:spare cores of {os.getpid()}"
     own = start(address=address, environment={"PACE": "20"})
     hosts = up(own, start(environment={"PACE": "21"}))
@@ -59,7 +59,7 @@ def test_own_server_and_data_host_share_the_samples_and_either_does_for_both(sta
     seen = []
 
     def served(count: int) -> Counter:
-        """Return how many samples of the next batches were prepared at which pace."""
+        """Return how many samples of the next batches were prepared at each pace."""
         samples = [sample for _ in range(count) for sample in next(batches)]
         seen.extend(index for index, _ in samples)
         return Counter(pace for _, pace in samples)
@@ -67,7 +67,7 @@ def test_own_server_and_data_host_share_the_samples_and_either_does_for_both(sta
     share = served(20)
     assert min(share[20], share[21]) >= 40, share
     own.kill()
-    served(4)  # those of before
+    served(4)  # prepared before the kill
     assert {*served(4)} == {21}
     own.start()
     up(own)

@@ -1,6 +1,6 @@
-"""An interrupted job of the PyTorch example goes on from its checkpoint, through S3.
+"""An interrupted job of the PyTorch example continues from its checkpoint in S3.
 
-Its ranks are on two hosts, and share the model with FSDP.
+Its ranks are on two hosts, and shard the model with FSDP.
 """
 
 import io
@@ -16,7 +16,7 @@ from helpers.running import Running, after_steps, start, upload_images
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 STEPS = 24
-# What each rank trains on in each step, in the log: written at once, or ranks would mix lines.
+# Logs the batch of each rank and step. One write per line, or ranks would mix their lines.
 TELL_BATCHES = (
     "            at.step += 1\n",
     "            at.step += 1\n            import zlib\n"
@@ -45,8 +45,8 @@ def test_interrupted_job_ends_as_the_uninterrupted_one(jobs: Jobs):
         "changes": {"train_dnn.py": TELL_BATCHES},
         "checkpoint_config": CheckpointConfig(s3_uri="s3://spot/checkpoints"),
     }
-    # SageMaker sends SIGTERM before it takes spot instances away, as StopTrainingJob does, and then
-    # starts the job anew with what is in S3.
+    # A spot interruption sends SIGTERM, like StopTrainingJob. Then SageMaker restarts the job with
+    # the checkpoint in S3.
     first = start(jobs, **settings)
     after_steps(first)
     first.stop()
@@ -60,7 +60,7 @@ def test_interrupted_job_ends_as_the_uninterrupted_one(jobs: Jobs):
     assert any(line.endswith(f"at step {stopped[1]}") for line in second.log())
     assert any(line.startswith("parallelism=fsdp ranks=2 ") for line in second.log())
 
-    # Without a checkpoint, and in groups of other names.
+    # Uninterrupted, without a checkpoint, and with other group names.
     del settings["checkpoint_config"]
     names = "hetero.run(\n", 'hetero.run(\n    train_group="gpus", data_groups=["cpus"],\n'
     settings["changes"]["launcher.py"] = names
@@ -69,7 +69,7 @@ def test_interrupted_job_ends_as_the_uninterrupted_one(jobs: Jobs):
     uninterrupted = jobs.wait(whole.name)
     assert len(batches(whole)) == 2 * STEPS
     assert sorted(batches(first) + batches(second)) == batches(whole)
-    # To the last bit, as a sum over two ranks is the same in any order.
+    # Bit-identical, since a sum over two ranks is the same in any order.
     weights, expected = trained_model(resumed), trained_model(uninterrupted)
     for name in expected:
         assert torch.equal(weights[name], expected[name]), name

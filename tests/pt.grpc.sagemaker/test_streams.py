@@ -1,4 +1,4 @@
-"""Streams: IterableDatasets on data hosts, against the same ones in a plain DataLoader."""
+"""Streams: IterableDatasets on data hosts, compared with a plain DataLoader."""
 
 import itertools
 import os
@@ -47,7 +47,7 @@ def test_samples_order_and_random_numbers_are_the_plain_loader_s(hosts, host_cou
     expected = two_epochs(Stream(), **options)
     assert_same(two_epochs(remote(hosts[:host_count], Stream()), **options), expected)
     numbers = [number for batch in expected[0] for number in np.ravel(batch["number"])]
-    assert len({*numbers}) == len(numbers) >= SAMPLES - 6  # but for an odd end
+    assert len({*numbers}) == len(numbers) >= SAMPLES - 6  # except for an incomplete last batch
 
 
 def test_workers_that_are_spawned(hosts):
@@ -59,8 +59,8 @@ def test_workers_that_are_spawned(hosts):
     assert_same(list(loaders[1]), expected)
 
 
-def test_without_workers_too(hosts):
-    """But for the random numbers, which are those of the training script's process in torch."""
+def test_without_dataloader_workers(hosts):
+    """Only the random numbers differ: torch takes those of the training script's process."""
     batches = two_epochs(remote(hosts, Stream()), num_workers=0)
     for epoch, expected in zip(batches, two_epochs(Stream(), num_workers=0), strict=True):
         for batch, like in zip(epoch, expected, strict=True):
@@ -92,7 +92,7 @@ def test_worker_init_fn_is_called_on_the_data_host_alone(hosts, persistent):
 
 
 def test_changes_between_epochs_arrive_and_attributes_are_the_dataset_s(hosts):
-    """Those that persistent workers see, too: by shared memory, as in Hugging Face's set_epoch."""
+    """Persistent workers, too, see changes in shared memory, as of Hugging Face's set_epoch."""
     there, plain = remote(hosts, Shifted()), Shifted()
     options = {"num_workers": 2, "persistent_workers": True, "batch_size": 7}
     loaders, drawn = (DataLoader(there, **options), DataLoader(plain, **options)), []
@@ -108,8 +108,8 @@ def test_changes_between_epochs_arrive_and_attributes_are_the_dataset_s(hosts):
         there.state_dict()
 
 
-def test_an_epoch_that_is_left_goes_on_as_in_torch(hosts):
-    """A Dataset that counts its epochs does so in workers that stay, also without their ends."""
+def test_epochs_may_be_left_as_in_torch(hosts):
+    """A Dataset that counts its epochs in persistent workers counts those that are left, too."""
     for options in ({"num_workers": 2, "persistent_workers": True}, {"num_workers": 0}):
         loader = DataLoader(remote(hosts, Stream(10**9)), 4, **options)
         for epoch in range(3):
@@ -138,14 +138,14 @@ def test_what_a_dataset_raises_is_raised_and_the_loop_may_go_on(hosts):
         list(DataLoader(remote(hosts, TroubledStream(1, BIG)), None, num_workers=1))
 
 
-def test_memory_that_is_used_again(hosts):
+def test_a_stream_may_reuse_its_memory(hosts):
     for num_workers in (0, 1):
         there = remote(hosts, OddStream("reuses_its_memory"))
         batches = DataLoader(there, num_workers=num_workers)
         assert [int(batch[0, -1]) for batch in batches] == [*range(20)]
 
 
-def test_a_sample_that_cannot_be_read_here(hosts):
+def test_a_sample_that_cannot_be_unpickled_here(hosts):
     batches = iter(DataLoader(remote(hosts, OddStream("cannot_be_unpickled")), None))
     assert [next(batches), next(batches)] == [0, 1]
     with pytest.raises(OSError, match="this is for data hosts"):

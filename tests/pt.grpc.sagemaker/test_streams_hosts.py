@@ -1,4 +1,4 @@
-"""Streams when data hosts or their processes die, hang or are slow, and what is there meanwhile.
+"""Streams when data hosts or their processes die, hang or are slow, and what streams hold open.
 
 `make soak` runs this file with SOAK=1: more seeds, more kills.
 """
@@ -43,7 +43,7 @@ def test_streams_go_on_at_another_host(start, seed):
 
 
 @pytest.mark.thorough
-def test_a_host_that_hangs_is_left(start):
+def test_streams_leave_a_host_that_hangs(start):
     hosts = up(start(workers=1), start(workers=1))
     batches = iter(DataLoader(remote(hosts, Stream(4000, 0.002)), 10, num_workers=2))
     expected = iter(DataLoader(Stream(4000), 10, num_workers=2))
@@ -65,7 +65,7 @@ def test_a_process_that_hangs_or_dies_again_and_again_is_an_error(start, monkeyp
 
 
 def test_running_forward_is_a_sign_of_life(start, monkeypatch, capfd):
-    """It may take longer than a process may hang: here 3 s."""
+    """It may take longer (here 3 s) than a process may hang (here 1 s)."""
     monkeypatch.setattr(streams, "HANGS_SECONDS", 1.0)
     monkeypatch.setattr(streams, "SAY_SECONDS", 2.0)
     tell = "feed.iterate.TELL_SECONDS, feed.front.BEAT_SECONDS = 0.2, 0.5"
@@ -77,8 +77,8 @@ def test_running_forward_is_a_sign_of_life(start, monkeypatch, capfd):
     host.start()
     assert [int(batch["number"]) for batch in batches] == [*range(120, 150)]
     said = capfd.readouterr().out
-    assert re.search(r"goes on at data host .*, after 12\d samples", said)
-    assert re.search(r"is run forward, \d+ of 12\d samples", said)
+    assert re.search(r"continues on data host .*, after 12\d samples", said)
+    assert re.search(r"skips samples that were taken before: \d+ of 12\d", said)
 
 
 def test_no_host_answers(start):
@@ -91,7 +91,7 @@ def test_no_host_answers(start):
 
 
 def test_a_dataset_that_has_become_shorter(start, tmp_path):
-    """It cannot be run forward to where it was."""
+    """It cannot be run forward to the lost position."""
     (length := tmp_path / "length").write_text("100")
     [host] = up(start())
     batches = iter(DataLoader(remote([host], OddStream("is_as_long_as_a_file_says", length)), 1))
@@ -100,15 +100,15 @@ def test_a_dataset_that_has_become_shorter(start, tmp_path):
     length.write_text("30")
     host.kill()
     host.start()
-    with pytest.raises(RuntimeError, match="had 30 samples, of which 5. had been taken"):
+    with pytest.raises(RuntimeError, match="had only 30 samples, but 5. had been taken"):
         list(batches)
 
 
-# What is there meanwhile
+# What streams hold open
 
 
 def test_what_a_dataset_has_open_is_closed(hosts, tmp_path):
-    """Also where an epoch is left in the middle, or its reader killed."""
+    """Also if the epoch is left in the middle."""
     there = remote(hosts, OddStream("has_something_open", tmp_path / "open"))
     loader = DataLoader(there, num_workers=1)
     for _ in range(2):
@@ -126,12 +126,12 @@ def test_streams_are_spread_by_cores_and_end_with_their_readers(start):
     assert sorted(next(batches)[2][0] for _ in range(8)) == 2 * ["1"] + 6 * ["3"]
     assert sum(len(host.worker_processes()) for host in hosts) >= 8
     del batches
-    # What is left has described the Dataset, and would prepare samples of map-style ones.
+    # Workers that remain described the Dataset; they would prepare a map-style one's samples.
     wait_until(lambda: all(len(host.worker_processes()) <= host.workers for host in hosts))
 
 
-def test_what_is_ready_is_bounded(start, tmp_path):
-    """Of a stream that makes 1 MB in no time, when the training takes a long while for a step."""
+def test_the_number_of_samples_made_in_advance_is_bounded(start, tmp_path):
+    """Even if samples of 1 MB take no time to make, and the training takes long for a step."""
     [host] = up(start())
     made = tmp_path / "made"
     batches = iter(DataLoader(remote([host], OddStream("is_large_and_endless", made)), 4))
@@ -150,7 +150,7 @@ def test_what_is_ready_is_bounded(start, tmp_path):
 
 
 def test_another_loader_may_fork_meanwhile(hosts):
-    """gRPC must rest in a process that forks: a stream of the training's process is run again."""
+    """gRPC must be idle in a process that forks, so a stream read in it is started again."""
     batches = iter(DataLoader(remote(hosts, Stream(300, 0.001)), 10))
     numbers = [next(batches)["number"]]
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Streams of webdataset, wids and Hugging Face on data hosts, against a plain DataLoader."""
+"""Data of webdataset, wids and Hugging Face on data hosts, compared with a plain DataLoader."""
 
 import io
 import os
@@ -64,11 +64,11 @@ def test_webdataset(hosts, tars, host_count, rank, monkeypatch):
 
 
 def test_tar_files_by_index(hosts, tars):
-    """As README's table has it: files in random order, and their samples in random order."""
+    """As in README's table: files in random order, and their samples in random order."""
     shards = [{"url": url, "nsamples": 8} for url in braceexpand.braceexpand(tars)]
     dataset = wids.ShardListDataset(shards, transformations=["PIL", label_and_shade])
     there, batches = remote(hosts, dataset), []
-    for given in (there, dataset):  # in this order, as it opens its files when it is first used
+    for given in (there, dataset):  # in this order: first use opens its files
         sampler = wids.ChunkedSampler(given, chunksize=8, seed=1, shufflefirst=True)
         batches.append(list(DataLoader(given, 7, sampler=sampler, num_workers=2)))
     assert_same(*batches)

@@ -135,7 +135,7 @@ def test_measuring_a_sample_disturbs_nothing(digits):
 
 @pytest.fixture(scope="module")
 def local_run(digits, tmp_path_factory) -> tuple[Path, str]:
-    """The folder of the model that local mode trains, and what the run printed."""
+    """Return the folder of the model that local mode trains, and the run's output."""
     folder = tmp_path_factory.mktemp("local")
     arguments = ["--train-dir", digits, "--test-dir", digits, "--augment", "2", "--workers", "1"]
     return folder, train(*TRAINING, *arguments, "--model-dir", folder)
@@ -173,7 +173,7 @@ def data_hosts() -> Iterator[str]:
     for host, address in zip(hosts, addresses, strict=True):
         output, _ = host.communicate(timeout=60)
         assert f"serving at {address} workers=1\n" in output
-        assert "feed: a Dataset" in output  # both have had a part in it
+        assert "feed: a Dataset" in output  # both took part
         assert host.returncode == 0
 
 
@@ -220,7 +220,7 @@ def test_two_ranks_train_like_one_with_twice_the_batch(digits, tmp_path):
 
 @pytest.mark.thorough
 def test_another_number_of_ranks_resumes_within_an_epoch(digits, tmp_path):
-    """Which samples each rank gets: below. FSDP, and more ranks: test_parallelism.py."""
+    """The next test checks which samples ranks get; test_parallelism.py has FSDP and more ranks."""
     command = [*TRAINING, "--train-dir", digits, "--augment", "1", "--workers", "1"]
     command += ["--checkpoint-dir", tmp_path, "--model-dir", tmp_path]
     output = train(*command, "--max-steps", "27", ranks=2)
@@ -234,7 +234,7 @@ def test_another_number_of_ranks_resumes_within_an_epoch(digits, tmp_path):
     steps = 27 + math.ceil((TRAIN_IMAGES - 7 * 2 * BATCH_SIZE) / BATCH_SIZE)
     assert f"training finished after step {steps}: loss " in output
 
-    # Finished, but as if the job had been stopped before the model was written.
+    # As if the job had been stopped after the training, before it wrote the model.
     (tmp_path / "model.pt").rename(tmp_path / "expected.pt")
     output = train(*command)
     assert f"training was complete already: step={steps}\n" in output
@@ -246,7 +246,7 @@ def test_another_number_of_ranks_resumes_within_an_epoch(digits, tmp_path):
 def test_what_is_left_of_an_epoch_is_each_sample_that_no_rank_has_seen(
     ranks_before: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """And it goes on with the batches that would have come, on as many ranks."""
+    """The same number of ranks gets the same batches as without the interruption."""
     dataset = range(240)
 
     def left(ranks: int, samples_done: int) -> list[tuple[list[list[int]], int]]:
@@ -269,7 +269,7 @@ def test_what_is_left_of_an_epoch_is_each_sample_that_no_rank_has_seen(
 
 @pytest.mark.thorough
 def test_sigterm_leaves_the_data_workers_until_the_checkpoint_is_written(digits, tmp_path):
-    """What comes of the checkpoint: test_spot.py."""
+    """test_spot.py continues from such a checkpoint."""
     command = [*TRAINING, "--train-dir", digits, "--augment", "1", "--workers", "1"]
     command += ["--checkpoint-dir", tmp_path, "--model-dir", tmp_path]
     stopped = start(*torchrun(2), "train_dnn.py", *command, "--log-every", "1")
@@ -303,7 +303,7 @@ def test_synthetic_mode_needs_no_data(tmp_path):
             "--data-mode service",
             "--data-mode service needs --train-dir, the training files' folder",
         ),
-        ("--data-mode synthetic", "say how many --max-steps"),
+        ("--data-mode synthetic", "set --max-steps"),
         ("--train-dir /nowhere", "neither train-images-.* the folder /nowhere"),
         ("--data-mode synthetic --max-steps 1 --model huge", "no model 'huge'"),
         ("--train-dir . --max-steps -1", "--max-steps: must be 0 or more, not -1"),
@@ -331,8 +331,8 @@ def test_bad_arguments_get_one_sentence(command, message, monkeypatch):
         ("--train-dir x", "unrecognized arguments: --train-dir x"),
     ],
 )
-def test_the_launcher_refuses_them_before_anything_else(arguments, words, tmp_path, monkeypatch):
-    """As the job's FailureReason, which SageMaker reads from a file."""
+def test_the_launcher_refuses_bad_arguments_first(arguments, words, tmp_path, monkeypatch):
+    """It writes the error to the file from which SageMaker reads the FailureReason."""
     monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
     assert run("launcher.py", *arguments.split()).returncode != 0
     assert words in (tmp_path / "output" / "failure").read_text()

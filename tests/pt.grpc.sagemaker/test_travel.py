@@ -1,7 +1,7 @@
-"""How Datasets travel to data hosts, from a script, whose classes and functions are of `__main__`.
+"""How Datasets travel to data hosts from a script, whose classes and functions are in `__main__`.
 
-Run as a program, this file is that script: it runs the functions with `@of_a_script`, of which each
-is a test, and writes into a file how they ended.
+Run as a program, this file is that script: it runs the functions marked `@of_a_script`, each of
+which is a test, and writes their outcomes to a file.
 """
 
 import copy
@@ -34,7 +34,7 @@ from helpers.datasets import assert_same
 
 Said = Callable[[], str]
 CHECKS: list[str] = []
-MODEL = torch.nn.Linear(100, 100)  # of the training: what a Dataset has no need of
+MODEL = torch.nn.Linear(100, 100)  # the training's, which no Dataset needs
 FACTOR = 3
 
 
@@ -44,7 +44,7 @@ def of_a_script(check: Callable[[Said], None]) -> Callable[[Said], None]:
 
 
 def run(folder: Path, *names: str) -> dict[str, str]:
-    """How functions, by default all, end in a script with two data hosts: "", or a traceback."""
+    """Run functions (default: all) in a script with two data hosts; return "" or tracebacks."""
     hosts = up(DataHost(workers=2), DataHost(workers=1))
     command = [sys.executable, __file__, folder / "outcomes", *names]
     environment = environment_of(hosts) | {"TMPDIR": str(folder)}
@@ -57,7 +57,7 @@ def run(folder: Path, *names: str) -> dict[str, str]:
 def main() -> None:
     outcomes = {}
     for name in sys.argv[2:] or CHECKS:
-        with tempfile.TemporaryFile() as output:  # of this process and the DataLoader's
+        with tempfile.TemporaryFile() as output:  # of this process and of DataLoader workers
             os.dup2(output.fileno(), 1)
             try:
                 globals()[name](lambda file=output: os.pread(file.fileno(), 1 << 20, 0).decode())
@@ -104,12 +104,12 @@ class Pair(NamedTuple):
 
 
 def tripled(value: int) -> int:
-    """A function of the script, which uses a global one."""
+    """A function of the script that uses a global variable."""
     return FACTOR * value
 
 
 def here_and_there(dataset: Dataset, **options: Any) -> list:
-    """Return the samples from data hosts, which must be those of no host."""
+    """Return the samples from data hosts, which must equal those prepared here."""
     options = {"batch_size": 4, "collate_fn": list, **options}
     torch.manual_seed(1)
     there = list(DataLoader(RemoteDataset(dataset), **options, num_workers=1))
@@ -216,16 +216,16 @@ def what_cannot_travel_is_named(said: Said) -> None:
     lock, file = threading.Lock(), io.FileIO(os.devnull)
     refused(
         Table(transform=lambda value: file.name),
-        r"dataset\.transform -> file cannot travel .*FileIO.*: open it when it is first used, or",
+        r"dataset\.transform -> file cannot be sent .*FileIO.*: open it when it is first used, or",
     )
     parts = [{"a": (0, lock)}]
-    refused(Table(transform=parts), r"dataset\.transform\[0\]\['a'\]\[1\] cannot travel")
+    refused(Table(transform=parts), r"dataset\.transform\[0\]\['a'\]\[1\] cannot be sent")
     path = Path(tempfile.gettempdir(), "written")
     path.write_bytes(bytes(80))
-    for mode in ("r+", "c"):  # a mapped file that may be written to
-        refused(Table(np.memmap(path, "i8", mode)), r"dataset\.values cannot travel .*mode='r'")
+    for mode in ("r+", "c"):  # mapped files that can be written to
+        refused(Table(np.memmap(path, "i8", mode)), r"dataset\.values cannot be sent .*mode='r'")
     init = {"worker_init_fn": lambda number: lock.locked()}
-    refused(Table(), r"worker_init_fn -> lock cannot travel", num_workers=1, **init)
+    refused(Table(), r"worker_init_fn -> lock cannot be sent", num_workers=1, **init)
 
 
 # Changes
@@ -258,7 +258,7 @@ def what_is_changed_between_epochs_arrives_but_not_with_persistent_workers(said:
         assert [*loader] == [0, 1, 2, 3]
         dataset.scale = 7  # through the wrapper
         assert [*loader] == [arrives * number for number in range(4)]
-        given.scale = 1  # or not
+        given.scale = 1  # or directly
         assert [*loader] == [0, 1, 2, 3]
 
 
@@ -268,7 +268,7 @@ def a_dataset_that_is_never_twice_the_same_is_refused(said: Said) -> None:
         def __getstate__(self) -> dict:
             return {**self.__dict__, "now": time.monotonic_ns()}
 
-    with pytest.raises(TypeError, match="Restless, 0.0 MB: it changes while it travels, or"):
+    with pytest.raises(TypeError, match="Restless, 0.0 MB: its pickle differs each time, or"):
         next(iter(DataLoader(RemoteDataset(Restless()), num_workers=1)))
 
 
@@ -361,15 +361,15 @@ def train(rank: int) -> None:
 
 @of_a_script
 def a_dataset_goes_to_each_host_once(said: Said) -> None:
-    """Whichever process of the script asks for it, in whichever epoch: here of ranks."""
+    """Whichever process of the script asks for it, here two ranks, in whichever epoch."""
     torch.multiprocessing.spawn(train, nprocs=2)
-    assert said().count("feed: Noisy, 0.0 MB has gone to data host ") == 2
-    # Once by each worker of each epoch, to know whether it is another one now, and to be uploaded.
+    assert said().count("feed: Noisy, 0.0 MB was sent to data host ") == 2
+    # In each epoch, each worker pickles it to see whether it has changed, and perhaps to upload it.
     assert said().count("pickled") <= 2 * 2 * 2 * 2
 
 
 def workers_that_are_spawned(said: Said) -> None:
-    """They do it all too."""
+    """Spawned workers support all of this, too."""
     ten = 10
     dataset = Table(transform=lambda n: (Pair(Animal(n % 2), torch.rand(2)), random.random(), ten))
 

@@ -1,8 +1,8 @@
-"""`make aws`, with the local SageMaker in AWS's place: jobs run, fail, are interrupted, stopped.
+"""`make aws` on the local SageMaker instead of AWS: jobs run, fail, are interrupted, stopped.
 
-The command and its notebooks' kernels are processes of their own, as they are for a user. What
-they ask of AWS goes to an HTTP server in this process, behind which the local SageMaker is. Before
-the command starts anything: test_aws_asks.py.
+The command and its notebooks' kernels are separate processes, as they are for a user. Their
+requests to AWS go to an HTTP server in this process, which passes them to the local SageMaker.
+test_aws_asks.py tests what the command does before it starts anything.
 """
 
 import os
@@ -47,7 +47,7 @@ STEPS = (
 
 @pytest.fixture(scope="module")
 def endpoint(local) -> Iterator[str]:
-    """The address of the local SageMaker for other processes."""
+    """Serve the local SageMaker to other processes; yield its URL."""
     boto3.client("s3").create_bucket(Bucket=BUCKET)
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
@@ -64,7 +64,7 @@ def quotas() -> Iterator[dict[str, float]]:
 
 @pytest.fixture(autouse=True)
 def no_signal_is_ignored() -> Iterator[None]:
-    """By the processes that a test starts, even where the tests run with nohup or `&`."""
+    """Make sure that the processes of a test get signals, even if it runs with nohup or `&`."""
     ignored = [n for n in aws.SIGNALS if signal.getsignal(n) == signal.SIG_IGN]
     for number in ignored:
         signal.signal(number, lambda *_: None)
@@ -79,7 +79,7 @@ def repository(tmp_path: Path, endpoint: str, local) -> Repository:
 
 
 HELLO, PYTORCH, TENSORFLOW = aws.NOTEBOOKS
-# A job's log is complete soon after its end if it has a line, and else only after a minute.
+# It prints a line: without one, reading the log after the job's end would wait for a minute.
 UNTIL_STOPPED = "echo ready; trap 'exit 0' TERM; while true; do sleep 0.1; done"
 
 SDK_JOB = """
@@ -122,7 +122,7 @@ def test_a_run_leaves_a_page(repository: Repository):
     assert "ml.g5.xlarge for training job usage: 1 (yours: 2)" in output
     # Three times the PyTorch notebook's jobs, each for 22 minutes.
     assert f"at most USD {3 * (3 * 1.41 + 0.816) * 22 / 60:.2f}" in output
-    assert "tries again, up to six times ten minutes apart" in output  # as the notebook does
+    assert "again, up to six times ten minutes apart" in output  # as in the notebook
     assert ACCOUNT not in output
 
     client = boto3.client("sagemaker")
@@ -143,7 +143,7 @@ def test_a_run_leaves_a_page(repository: Repository):
         "| aws-steps | pytorch:2.12-test | CUDA 13.0, torch 2.12.0 |",
         "step time: predicted 12.0 ms, measured 12.5 ms",
         f"Commit {head.decode().strip()}, SageMaker SDK 3.",
-        "All notebooks ran to their end.",
+        "All notebooks ran to the end.",
     ):
         assert text in page
     assert_private(page)
@@ -151,7 +151,7 @@ def test_a_run_leaves_a_page(repository: Repository):
 
 
 def test_a_job_that_fails_ends_the_run(repository: Repository):
-    """The others are stopped, no notebook follows, and the page says why without telling who."""
+    """Other jobs are stopped, no notebook follows, and the page has the reason, without names."""
     repository.notebook(
         PYTORCH,
         job("aws-other", "sleep 100"),
@@ -170,7 +170,7 @@ def test_a_job_that_fails_ends_the_run(repository: Repository):
 
 
 def test_a_blip_stops_no_job(repository: Repository):
-    """AWS throttles, the login expires: the run goes on when that has passed."""
+    """If AWS throttles, or the login expires, the run continues afterwards."""
     errors = [("ThrottlingException", "Rate exceeded"), ("ExpiredTokenException", "is expired")]
     describe = SageMakerResponse.describe_training_job
 
@@ -187,7 +187,7 @@ def test_a_blip_stops_no_job(repository: Repository):
 
 
 def test_ctrl_c_stops_also_what_is_started_meanwhile(repository: Repository):
-    """By an impatient person, and while the notebook goes on starting jobs."""
+    """Press Ctrl-C several times, while the notebook continues to start jobs."""
     names = [f"aws-one-of-many-{n}" for n in range(6)]
     stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     starts = [job(name, "sleep 100") + "\ntime.sleep(0.4)\n" for name in names]
@@ -208,7 +208,7 @@ def test_ctrl_c_stops_also_what_is_started_meanwhile(repository: Repository):
 
 
 def test_closing_the_terminal_stops_the_jobs(repository: Repository):
-    """A real one, in which somebody has said yes."""
+    """Use a real terminal, in which somebody has said yes."""
     repository.notebook(HELLO, job("aws-closed", "sleep 100"), wait("aws-closed"))
     ours, theirs = pty.openpty()
     files = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
@@ -253,7 +253,7 @@ def test_what_a_killed_run_leaves_can_be_stopped(repository: Repository):
     ],
 )
 def test_a_run_that_goes_on_can_be_stopped(goes_on: bool, repository: Repository):
-    """It starts no more jobs, and leaves its page, which names those that there were."""
+    """The run starts no more jobs, and still writes its page, which names the jobs so far."""
     first, second = f"aws-first-{goes_on}", f"aws-second-{goes_on}"
     following = [job(second, "echo ready"), wait(second)] if goes_on else []
     repository.notebook(HELLO, job(first, UNTIL_STOPPED), wait(first), *following)
@@ -277,7 +277,7 @@ def test_a_job_that_its_limit_cuts_off_is_a_failure(repository: Repository):
     assert status == 1, output
     page = repository.page()
     assert "aws-cut: Stopped, MaxRuntimeExceeded" in page
-    assert "All notebooks ran to their end, see Failures." in page
+    assert "All notebooks ran to the end; see Failures." in page
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""`make aws` before it starts anything: what it needs, whom it asks, and what it keeps private."""
+"""`make aws` before it starts anything: what it checks, what it asks, and what it keeps private."""
 
 import io
 import re
@@ -26,9 +26,9 @@ def quotas() -> Iterator[dict[str, float]]:
 def refusal(
     local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> Callable[[], str]:
-    """`make aws` in this process, up to its refusal, which is one line."""
+    """Return a function that runs `make aws` here until it refuses, and returns the output."""
     monkeypatch.setattr(sys, "argv", ["aws"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # no terminal
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # not a terminal
     monkeypatch.setattr(aws, "BUILD", tmp_path)
     monkeypatch.setattr(aws, "run", lambda *_: pytest.fail("it has started"))
     monkeypatch.setattr(aws, "planned", lambda: [("hello", {"ml.g5.xlarge": 2})])
@@ -55,9 +55,9 @@ def test_jobs_that_may_still_run_are_not_forgotten(refusal):
         (
             {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_SESSION_TOKEN": ""},
             2.0,
-            r"AWS does not know you \(Unable to locate credentials\)",
+            r"AWS login failed \(Unable to locate credentials\)",
         ),
-        # An IAM user, as moto's caller is, has to name it.
+        # An IAM user, such as moto's caller, must set the role.
         ({"SAGEMAKER_ROLE": ""}, 2.0, "set SAGEMAKER_ROLE to the ARN"),
         ({"SAGEMAKER_ROLE": "MyRole"}, 2.0, "set SAGEMAKER_ROLE to the ARN"),
         ({}, 1.0, r"us-east-1: ml.g5.xlarge for training job usage: 2\."),
@@ -66,7 +66,7 @@ def test_jobs_that_may_still_run_are_not_forgotten(refusal):
     ],
 )
 def test_what_it_needs(changes, quota, words, refusal, quotas, monkeypatch: pytest.MonkeyPatch):
-    """Quotas that cannot be checked are named: then it is for somebody to say yes."""
+    """The output names quotas that cannot be checked, so that the user can decide."""
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for name, value in changes.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
@@ -79,7 +79,7 @@ def test_what_it_needs(changes, quota, words, refusal, quotas, monkeypatch: pyte
 
 
 def test_it_starts_only_for_somebody_who_says_yes(refusal, monkeypatch: pytest.MonkeyPatch):
-    assert "nobody to ask" in refusal()
+    assert "run this in a terminal" in refusal()
     terminal = io.StringIO("no\n")
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", terminal)
@@ -87,12 +87,13 @@ def test_it_starts_only_for_somebody_who_says_yes(refusal, monkeypatch: pytest.M
 
 
 def test_the_plan_is_what_the_notebooks_ask_for():
-    """As far as tests/notebooks/requests/ is, which test_requests.py compares with them."""
+    """The plan is read from tests/notebooks/requests/, which test_requests.py keeps correct."""
     assert sorted(aws.NOTEBOOKS) == sorted(ROOT.glob("*.sagemaker/*.ipynb"))
     names = [name for name, _ in aws.planned()]
     assert len(names) == len(set(names)) >= 8
     hello = nbformat.read(HELLO, as_version=4)
-    assert "TARGET" not in "".join(cell.source for cell in hello.cells[3:])  # the same on any
+    # Hello world's requests are the same for all targets.
+    assert "TARGET" not in "".join(cell.source for cell in hello.cells[3:])
 
 
 @pytest.mark.parametrize(

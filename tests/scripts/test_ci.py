@@ -1,4 +1,4 @@
-"""What .ci/run does about tests that fail, tried on a project of three toy tests."""
+"""How .ci/run handles failing tests, in a project of toy tests."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from helpers.pages import ROOT
 
-# Each counts its own runs, and fails in some of them.
+# Each test counts its own runs, and fails in some of them.
 TEST = """
 from pathlib import Path
 import pytest
@@ -48,7 +48,7 @@ def run_ci(folder: Path, fails_in: dict[str, tuple], count: int = 1) -> subproce
     shutil.copytree(ROOT / ".ci", folder / ".ci")
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "Makefile").write_text(MAKEFILE)
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:nbval\n")  # it takes a second
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:nbval\n")  # saves a second
     for name, numbers in fails_in.items():
         (folder / name).parent.mkdir(parents=True)
         text = TEST.format(name=Path(name).stem, fails_in=numbers, count=count)
@@ -56,7 +56,7 @@ def run_ci(folder: Path, fails_in: dict[str, tuple], count: int = 1) -> subproce
     (folder / "tests" / "endings.py").write_text(ENDINGS)
     return subprocess.run(
         [folder / ".ci" / "run"],
-        # Not what the make that runs this test tells those that it starts.
+        # Without the variables that make and pytest have set for this test.
         env={
             k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "MAKE", "MFLAGS"))
         },
@@ -67,7 +67,7 @@ def run_ci(folder: Path, fails_in: dict[str, tuple], count: int = 1) -> subproce
 
 
 def runs(folder: Path, name: str) -> int:
-    """How often a file's first test has run."""
+    """Return how often a file's first test has run."""
     return len((folder / f"runs-of-{Path(name).stem}-0").read_text())
 
 
@@ -77,7 +77,7 @@ def test_what_fails_once_is_run_again_and_named_last(tmp_path: Path):
     assert (runs(tmp_path, COPIED), runs(tmp_path, OTHER)) == (1 + 5, 1 + 1)
     assert (tmp_path / "endings").read_text() == "1\n5,a rank hangs\n"
     last = ended.stdout.splitlines()[-5:]
-    assert last[:2] == ["containers", "Failed beside other tests, and run again alone: 3"]
+    assert last[:2] == ["containers", "Tests that failed and were run again alone: 3"]
     assert sorted(last[2:]) == ["a rank hangs", *(f"{n}::test_toy[0]" for n in (COPIED, OTHER))]
 
 
@@ -92,4 +92,4 @@ def test_many_failures_are_no_chance(tmp_path: Path):
     ended = run_ci(tmp_path, {OTHER: (1,)}, count=11)
     assert ended.returncode != 0
     assert runs(tmp_path, OTHER) == 1
-    assert "11 tests failed, too many for chance" in ended.stderr
+    assert "11 tests failed, too many to run again" in ended.stderr

@@ -1,4 +1,4 @@
-"""`make demo` beyond its notebooks: two at once, Ctrl-C, a notebook that fails, a second run."""
+"""`make demo`, apart from its notebooks: two runs at once, a second run, Ctrl-C, a failure."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ time.sleep(100)
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository with the script, and a folder for a notebook."""
+    """Create a repository with the script, and a folder for a notebook."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "demo.py", tmp_path / "scripts")
     (tmp_path / "any.sagemaker").mkdir()
@@ -31,7 +31,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def start(repository: Path, *cells: str) -> subprocess.Popen:
-    """Run the demo of a notebook with these cells, of which the last is tagged `comparison`."""
+    """Run the demo with a notebook of these cells; the last one is tagged `comparison`."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# A heading")])
     notebook.cells += [nbformat.v4.new_code_cell(cell) for cell in cells]
     notebook.cells[-1].metadata.tags = ["comparison"]
@@ -43,7 +43,7 @@ def start(repository: Path, *cells: str) -> subprocess.Popen:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        # Where the tests run in the background, Ctrl-C would be ignored.
+        # If the tests run in the background, Ctrl-C would be ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 

@@ -1,6 +1,6 @@
-"""The set-up from nothing: in a path with spaces and umlauts, interrupted, without a home folder.
+"""The set-up from scratch: in a path with spaces and umlauts, interrupted, without a home folder.
 
-The packages come from uv's cache where the set-up of these tests has left them.
+The packages come from uv's cache, if the set-up for these tests has left them there.
 """
 
 import os
@@ -18,14 +18,14 @@ CACHE = os.environ.get("UV_CACHE_DIR", Path.home() / ".cache" / "uv")
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository's files in another place, which nothing has been set up in."""
+    """Copy the repository's files to a new folder, in which nothing is set up."""
     folder = tmp_path_factory.mktemp("a b") / "ü"
     copy_repository(folder)
     return folder
 
 
 def set_up(clone: Path) -> subprocess.Popen:
-    """Start it as the Makefile's targets do, in a terminal's process group of its own."""
+    """Start the set-up as the Makefile's targets do, in its own session for Ctrl-C."""
     environment = os.environ | {"HOME": "/proc/no-such-home", "UV_CACHE_DIR": str(CACHE)}
     return subprocess.Popen(
         ["make", ".venv/.ready"],
@@ -35,7 +35,7 @@ def set_up(clone: Path) -> subprocess.Popen:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        # Where the tests run in the background, Ctrl-C would be ignored.
+        # If the tests run in the background, Ctrl-C would be ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
@@ -48,7 +48,7 @@ def test_hello_world_runs_after_a_set_up_that_was_interrupted(clone: Path):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
-    assert "interrupted; the same command continues it." in process.communicate(timeout=30)[0]
+    assert "interrupted. Run the same command again" in process.communicate(timeout=30)[0]
     assert not (clone / ".venv" / ".ready").exists()
 
     process = set_up(clone)
@@ -65,6 +65,6 @@ def test_what_can_be_had_is_installed_and_the_rest_named(clone: Path):
     requirements = clone / "requirements.txt"
     requirements.write_text(requirements.read_text().replace("ruff\n", "ruff==0.0.0\n"))
     output = set_up(clone).communicate()[0]
-    assert "what does not need them runs:\nruff==0.0.0: " in output, output
+    assert "Everything that does not need them works:\nruff==0.0.0: " in output, output
     ready = clone / ".venv" / ".ready"
     assert not ready.exists() or ready.stat().st_mtime < requirements.stat().st_mtime

@@ -1,4 +1,4 @@
-"""What others' machines run of this repository: the devcontainer, and the weekly job in CI."""
+"""The parts that run on other machines: the devcontainer, and the weekly CI job."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def test_devcontainer_is_ready_when_the_environment_is():
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A repository with the files that the weekly job changes."""
+    """Create a repository with the files that the weekly job changes."""
     for name in ("requirements.txt", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     git = ["git", "-c", "user.name=any", "-c", "user.email=any@example.com"]
@@ -64,7 +64,7 @@ def test_weekly_job_takes_the_newest_versions_of_the_same_packages(clone: Path):
 
 
 def test_weekly_job_says_what_broke_and_what_is_newer(clone: Path):
-    """In place of the notebooks: a log, and an environment in which two packages are newer."""
+    """A log replaces the notebooks' run, and two packages in the environment are newer."""
     (clone / "demo.log").write_text("a notebook failed: TypeError\n")
     known = re.search(r"^sagemaker==(\S+)", (clone / "requirements.txt").read_text(), re.M)[1]
     python = clone / ".venv" / "bin" / "python"

@@ -1,4 +1,4 @@
-"""For the tests of shared/: prices are those of prices.csv, AWS is moto's."""
+"""Fixtures for the tests of shared/: prices come from prices.csv, and moto stands in for AWS."""
 
 from types import SimpleNamespace
 
@@ -11,13 +11,13 @@ from shared import measured as module
 
 @pytest.fixture(autouse=True)
 def no_refreshed_prices(tmp_path, monkeypatch):
-    """Only the prices of prices.csv, whatever this user has got from AWS."""
+    """Use only the prices of prices.csv, not those that this user has fetched from AWS."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture
 def aws(monkeypatch):
-    """Moto in place of AWS."""
+    """Replace AWS with moto."""
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     with mock_aws():
         yield
@@ -25,15 +25,15 @@ def aws(monkeypatch):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """No instance of EC2 answers, and no test measures what another has begun.
+    """No EC2 metadata service answers, and no test continues the measurement of another.
 
-    One thread: several would wait for each other where other programs have a core.
+    Torch uses one thread: several would wait for each other while other programs use a core.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(module, "_loops", {})
-    # Not for others: h5py, which TensorFlow imports, would crash at the end of the process.
+    # Replaced only in this module: otherwise h5py, which TensorFlow imports, crashes at exit.
     monkeypatch.setattr(module, "atexit", SimpleNamespace(register=lambda report: None))
     yield
     torch.set_num_threads(threads)
@@ -41,7 +41,7 @@ def alone(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time that measured.py sees: `now` in seconds."""
+    """The clock that measured.py sees; `now` is in seconds."""
     world = SimpleNamespace(now=0.0)
     world.perf_counter = lambda: world.now
     world.sleep = lambda seconds: setattr(world, "now", world.now + seconds)

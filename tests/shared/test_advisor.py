@@ -1,4 +1,4 @@
-"""The advisor: by hand, against what AWS published, and what is shown of its answers."""
+"""The advisor: checked by hand and against what AWS published, and how it shows its answers."""
 
 import html
 import math
@@ -21,15 +21,15 @@ P4D = Measured("ml.p4d.24xlarge", 192, accelerator_ms=80)
 
 
 def row(advice: advisor.Advice, instances: str) -> pd.Series:
-    """The candidate of that name."""
+    """Return the candidate with these instances."""
     return advice.candidates.set_index("instances").loc[instances]
 
 
 # What the published homogeneous rows predict for the heterogeneous ones. The TensorFlow example's
-# training host prepares data too, the PyTorch example's does not (the first edition's notebooks and
-# launchers, github.com/aws/amazon-sagemaker-examples training/heterogeneous-clusters). 45 % is the
-# homogeneous job's GPU utilisation in the TensorFlow notebook there (commit 18fa6ea). It is read
-# off a graph, and 74 % of 86 ms, of the heterogeneous job, is not the same time: a rough floor.
+# training host also prepares data, the PyTorch example's does not (the first edition's notebooks
+# and launchers, github.com/aws/amazon-sagemaker-examples training/heterogeneous-clusters). 45 % is
+# the homogeneous job's GPU utilization in the TensorFlow notebook there (commit 18fa6ea), read off
+# a graph. The floor from it is rough: the heterogeneous job's 74 % of 86 ms is a different time.
 PREDICTED = [  # framework, GPU %, data hosts only, step time and its error in %
     ("TensorFlow", 45, False, 86.4, 0.5),
     ("TensorFlow", math.nan, False, 76.8, -10.7),
@@ -47,16 +47,16 @@ def test_predicts_the_published_heterogeneous_rows(framework, gpu, only, step_ms
     assert found["step time (ms)"] == pytest.approx(step_ms, abs=0.05)
     assert 100 * (found["step time (ms)"] / after.step_time_ms - 1) == pytest.approx(error, abs=0.1)
     assert advice.verdict == verdict.GO
-    # What was measured is between the bounds, or within 15 % of both.
+    # The measured time is between the bounds, give or take 15 %.
     assert 0.85 * found["at least (ms)"] < after.step_time_ms < 1.15 * found["at most (ms)"]
 
 
 def test_bounds_are_the_formula_by_hand():
     measured = Measured("ml.p4d.24xlarge", 192, accelerator_ms=70, training_cpu_percent=25)
     found = row(advisor.advise(measured), "1 x ml.p4d.24xlarge + 1 x ml.c5.18xlarge")
-    data_cores = 72  # clocks are a base and a turbo's
+    data_cores = 72  # a base and a turbo clock are not compared
     assert found["at least (ms)"] == pytest.approx(192 * 96 / (96 + data_cores))
-    # Without what the training needs of the CPUs, which then has the training host to itself.
+    # Without the training's share of the CPU time: it then has the training host to itself.
     data_work = 192 * 96 * (1 - (70 * 0.25) / 192)
     assert found["at most (ms)"] == pytest.approx(data_work / data_cores)
     assert found["step time (ms)"] == found["at least (ms)"]
@@ -82,14 +82,14 @@ def test_accelerator_floor_and_network_limit_the_step():
         advice = advisor.advise(measured)
         found = row(advice, "1 x ml.p4d.24xlarge + 2 x ml.c5.18xlarge")
         assert found["step time (ms)"] == pytest.approx(limit)
-    # Of two training hosts, each has its own network: 2 x 10 Gbit/s, of 2 x 12.
+    # Two training hosts have 2 x 10 Gbit/s, which is less than the data hosts' 2 x 12.
     measured = Measured("ml.p3.2xlarge", 1193, count=2, mb_per_step=1000, **fast)
     found = row(advisor.advise(measured), "2 x ml.p3.2xlarge + 2 x ml.c5.9xlarge")
     assert found["step time (ms)"] == pytest.approx(400)
 
 
 def printed_tables(text: str) -> tuple[dict[str, list[str]], list[list[str]]]:
-    """The types, by name, and the rows of clusters, as cells, in what the command printed."""
+    """Parse the command's output into the types by name and the rows of clusters, as cells."""
     lines = text.splitlines()
     types = next(i for i, line in enumerate(lines) if line.startswith("type "))
     clusters = next(i for i, line in enumerate(lines) if line.startswith("instances "))
@@ -146,7 +146,7 @@ def test_frontier_is_what_no_other_beats():
         expected = "yes" if dearer < 1e-9 else "near" if dearer <= 0.05 else ""
         assert one["frontier"] == expected
     assert len({c["frontier"] for c in candidates}) == 3
-    shown = report.worth_a_look(advice)  # one of those alike
+    shown = report.worth_a_look(advice)  # only one of several equal ones
     alike = shown[["step time (ms)", "USD per 1,000 steps"]].round(6)
     assert len(shown) > 3 and not alike.duplicated().any()
     assert "1 x ml.p4d.24xlarge + 2 x ml.c5.18xlarge" in set(shown["instances"])  # not 4 x c5.9xl
@@ -156,7 +156,7 @@ def test_frontier_is_what_no_other_beats():
 
 @pytest.fixture
 def family(monkeypatch):
-    """Of g5, the smallest, and two larger ones with made-up prices; and one CPU type."""
+    """Know only the smallest g5, two larger ones with made-up prices, and one CPU type."""
     small = prices.find("ml.g5.xlarge")
     known = [
         small,
@@ -179,7 +179,7 @@ def test_scales_up_inside_the_family_first(family):
 
 
 def test_data_hosts_come_first_where_they_are_cheaper_than_a_larger_instance(family):
-    job = Measured("ml.g5.xlarge", 200, accelerator_ms=20)  # now they reach a step of 20 ms
+    job = Measured("ml.g5.xlarge", 200, accelerator_ms=20)  # data hosts can now reach 20 ms
     advice = advisor.advise(job)
     data_hosts = row(advice, "1 x ml.g5.xlarge + 1 x ml.c5.9xlarge")["USD per 1,000 steps"]
     assert data_hosts < 0.95 * row(advice, "1 x ml.g5.2xlarge")["USD per 1,000 steps"]
@@ -199,7 +199,7 @@ def test_data_hosts_come_first_where_they_are_cheaper_than_a_larger_instance(fam
         ({"accelerator_ms": math.nan, "gpu_percent": 95}, verdict.STAY, "data costs 5 % of it"),
         ({"cpu_percent": 40}, verdict.ELSEWHERE, "only 40 % busy"),
         ({"cpu_percent": 97}, verdict.GO, "the CPUs are 97 % busy"),
-        ({}, verdict.GO, "use of the CPUs is not known"),
+        ({}, verdict.GO, "CPU use is not known"),
         ({"accelerator_ms": math.nan}, verdict.GO, "so the step times below are too low"),
         ({"mb_per_step": 9000}, verdict.ON_GPU, "No data hosts make it cheaper"),
         ({"instance_type": "ml.trn1.32xlarge"}, verdict.GO, "1 x ml.trn1.32xlarge + "),
@@ -221,7 +221,7 @@ def test_a_retired_type_is_history_and_never_proposed(monkeypatch):
 
 
 def test_retired_is_what_ec2_no_longer_describes():
-    """As moto 5.2.5 has EC2's own list, of all regions; every other type with a price is there."""
+    """Moto 5.2.5 has EC2's list for all regions; every type with a price is there or retired."""
     retired = pd.read_csv(ROOT / "shared" / "advisor" / "retired.csv", index_col="family")
     assert retired["source"].str.len().min() > 20
     families = {price.instance_type.split(".")[1] for price in prices.load()}
@@ -238,7 +238,7 @@ COMPARISONS = [  # notebook, its data hosts, the prediction in ms
 
 @pytest.mark.parametrize("notebook, cpu, count, predicted_ms", COMPARISONS)
 def test_notebooks_compare_with_what_was_predicted(notebook, cpu, count, predicted_ms, capsys):
-    """Whatever number of data hosts their jobs had: also with more than the advisor considers."""
+    """With any number of data hosts, even more than the advisor considers."""
     advice = advisor.advise(Measured("ml.p4d.24xlarge", 192, accelerator_ms=110))
     runs = {
         "homogeneous": costs.Run({"ml.p4d.24xlarge": 1}, 192),
@@ -293,7 +293,7 @@ def test_clocks_are_those_of_ec2_and_have_a_source():
 def test_a_type_without_a_known_clock_counts_as_equally_fast(monkeypatch):
     trainer, c5 = prices.find("ml.g5.xlarge"), prices.find("ml.c5.9xlarge")
     unknown = replace(c5, instance_type="ml.c99.9xlarge")
-    base = prices.find("ml.p4d.24xlarge")  # 3.0 GHz, where c5.24xlarge's same processor has 3.6
+    base = prices.find("ml.p4d.24xlarge")  # 3.0 GHz; 3.6 for the same processor in c5.24xlarge
     monkeypatch.setattr(prices, "load", lambda: [trainer, c5, unknown, base])
     types = prediction.instance_types("ml.g5.xlarge")
     assert types["speed"]["ml.c99.9xlarge"] == types["speed"]["ml.p4d.24xlarge"] == 1
@@ -316,9 +316,9 @@ def test_types_without_a_price_are_advised_on_as_far_as_that_goes():
     text = repr(advisor.advise(unpriced))
     words = " ".join(text.split())
     assert text.startswith("Verdict: go heterogeneous\n")
-    assert "No price of ml.p5en.48xlarge is known, so what any of this costs is not" in words
+    assert "No price of ml.p5en.48xlarge is known, so the costs are not known either" in words
     name, step, usd = re.search(
-        r"- 1 x ml.p5en.48xlarge \+ (\d x \S+), ([\d.]+) ms a step .*?, pays where one "
+        r"- 1 x ml.p5en.48xlarge \+ (\d x \S+), ([\d.]+) ms a step .*?, pays if one "
         r"ml.p5en.48xlarge costs more than USD ([\d.]+) an hour",
         words,
     ).groups()
@@ -334,9 +334,9 @@ def test_types_without_a_price_are_advised_on_as_far_as_that_goes():
     advice = advisor.advise(replace(unpriced, mb_per_step=2000))
     assert advice.verdict == verdict.ON_GPU and "No data hosts make it faster." in advice.reasons
     advice = advisor.advise(replace(unpriced, accelerator_ms=math.nan))
-    assert "How many data hosts it takes cannot be said without the floor." in advice.reasons
+    assert verdict.HOW_MANY in advice.reasons
     shown = report.shortlist(advice)
-    assert "ms a step, what it costs is not known without a price of ml.p5en" in shown
+    assert "ms a step, its cost is unknown without a price of ml.p5en" in shown
 
 
 def test_data_hosts_without_a_price_are_predicted_but_not_proposed():

@@ -1,4 +1,4 @@
-"""The advisor's command: what it takes, from which jobs and logs, and what it refuses."""
+"""The advisor's command: how it reads jobs and logs, and what it refuses."""
 
 import json
 import math
@@ -23,13 +23,13 @@ LINE = json.dumps({"measured": NUMBERS})
 
 
 def run(capsys, arguments: str) -> str:
-    """What the command prints."""
+    """Return what the command prints."""
     advisor.main(shlex.split(arguments))
     return capsys.readouterr().out
 
 
 def refusal(capsys, arguments: str) -> str:
-    """The one line with which the command ends."""
+    """Return the one line on stderr with which the command ends."""
     with pytest.raises(SystemExit) as end:
         advisor.main(shlex.split(arguments))
     printed = capsys.readouterr()
@@ -51,7 +51,7 @@ def refusal(capsys, arguments: str) -> str:
         (P4D + " --kept-busy-percent 800", "kept_busy_percent is 800, but must be from 0 to 100"),
         (
             "--instance ml.p5en.48xlarge --step-ms 192 --figure any.png",
-            "No price of ml.p5en.48xlarge is known: no costs to draw",
+            "No price of ml.p5en.48xlarge is known, so there are no costs to draw",
         ),
         (P4D + " --count 0", "count is 0, but must be a positive number"),
         (P4D + " --region eu-west-9", "No price of ml.p4d.24xlarge in region 'eu-west-9'"),
@@ -87,7 +87,7 @@ def test_it_needs_no_packages_that_images_for_training_lack():
 
 @pytest.fixture
 def log(tmp_path):
-    """Writes a script's log with a line in it, and returns the option for it."""
+    """Write a script's log that contains a given line, and return the option for it."""
 
     def write(line: str = LINE) -> str:
         (tmp_path / "train.log").write_text(f"step 1\n{NOTICE}\n{line}\nbye\n")
@@ -118,8 +118,8 @@ def test_of_a_log_from_stdin_it_can_tell_the_verdict_and_three_clusters_alone():
     [
         ('{"measured": ', "", "has no line of numbers"),
         (', "instance_type": "ml.p4d.24xlarge"', "", "does not say on which instance type it ran"),
-        ('"count": 1, ', "\n", "The line of numbers is not whole"),
-        ('"step_ms"', '"step"', "These are not the numbers of measured.py"),
+        ('"count": 1, ', "\n", "The line of numbers is incomplete"),
+        ('"step_ms"', '"step"', "measured.py does not print such numbers"),
     ],
 )
 def test_a_log_that_cannot_tell_is_one_clear_sentence(log, capsys, old, new, sentence):
@@ -127,7 +127,7 @@ def test_a_log_that_cannot_tell_is_one_clear_sentence(log, capsys, old, new, sen
 
 
 def test_reads_what_measured_has_printed_from_a_job(jobs, capsys):
-    """The instances are the job's, whatever the script was told."""
+    """The instances are the job's, whatever instance_type the script gave."""
     command, one = "python a.py", {"dnn_group": ("ml.g5.xlarge", 1)}
     texts = [f"{NOTICE}\n{line}" for line in (LINE, "lost")]
     names = [jobs.create({"a.py": f"print({text!r})"}, command, one) for text in texts]
@@ -136,16 +136,16 @@ def test_reads_what_measured_has_printed_from_a_job(jobs, capsys):
     capsys.readouterr()
     text = run(capsys, f"--job {names[0]}")
     assert f"Job {names[0]}: Measured in one run" in text and "1 x ml.g5.xlarge, 400.0 ms" in text
-    assert "has no result of it" in refusal(capsys, f"--job {names[1]}")
+    assert "its log has no result" in refusal(capsys, f"--job {names[1]}")
     both = f"--job {names[0]} --synthetic-job {names[1]}"
     assert "has measured both step times" in refusal(capsys, both)
 
 
-# A job that does what training does, but for the work: its step lines say how long steps took.
+# A job that acts like training: its step lines say how long the steps allegedly took.
 STEPS = """
 import sys, time
 print("host=any group=any")
-for step in range(10):  # 5 s, of whose CPU use there is a value every second
+for step in range(10):  # 5 s, with a value of CPU use for every second
     print(f"step={step} epoch=1 loss=0.5 step_time_ms={sys.argv[1]} data_wait_ms=1 x=1", flush=True)
     end = time.monotonic() + 0.05
     while time.monotonic() < end:
@@ -156,7 +156,7 @@ for step in range(10):  # 5 s, of whose CPU use there is a value every second
 
 @pytest.fixture(scope="module")
 def trained(jobs) -> dict[str, str]:
-    """A homogeneous job, the same without data, a heterogeneous one, and one without steps."""
+    """A homogeneous job, the same without data, a heterogeneous, a silent, and a failed one."""
     one = {"dnn_group": ("ml.g5.2xlarge", 1)}
     names = {
         "homogeneous": jobs.create({"a.py": STEPS}, "python -u a.py 120", one),
@@ -188,8 +188,8 @@ def test_reads_its_numbers_from_jobs(trained, capsys):
     "job, sentence",
     [
         ("silent", "has no step lines"),
-        ("failed", "is Failed: give one that has run to its end"),
-        ("heterogeneous", r"is heterogeneous already \(ml.c5.9xlarge, ml.g5.2xlarge\)"),
+        ("failed", "is Failed: give a Completed or Stopped job"),
+        ("heterogeneous", r"is already heterogeneous \(ml.c5.9xlarge, ml.g5.2xlarge\)"),
     ],
 )
 def test_a_job_that_cannot_tell_is_a_clear_sentence(trained, capsys, job, sentence):
@@ -206,7 +206,7 @@ def test_what_aws_refuses_is_a_clear_sentence(monkeypatch, capsys):
 
 
 def test_a_job_that_is_slower_without_data_does_not_wait_for_data(trained):
-    """Else a notebook would stop where its machine was busy with other things."""
+    """Otherwise a notebook would stop if its machine was busy with other things."""
     measured = advisor.measure(trained["synthetic"], trained["homogeneous"])
     assert (measured.step_ms, measured.accelerator_ms) == (60, 60)
     said = " ".join(repr(advisor.advise(measured)).split())
@@ -215,9 +215,9 @@ def test_a_job_that_is_slower_without_data_does_not_wait_for_data(trained):
 
 def test_unknown_and_running_jobs_are_clear_sentences(jobs, capsys):
     said = refusal(capsys, "--job no-such-job")
-    assert "No training job 'no-such-job' to be seen" in said and "use %run -m there" in said
+    assert "No training job 'no-such-job' found" in said and "use %run -m there" in said
     name = jobs.create({"a.py": ""}, "sleep 60", {"dnn_group": ("ml.g5.2xlarge", 1)})
-    capsys.readouterr()  # where its hosts are
+    capsys.readouterr()  # discard where its hosts are
     assert f"{name!r} is InProgress" in refusal(capsys, f"--job {name}")
     boto3.client("sagemaker").stop_training_job(TrainingJobName=name)
     jobs.wait(name)

@@ -1,6 +1,6 @@
-"""AWS that does not answer for a while: whoever watches a job asks again, and says so once.
+"""If AWS does not answer for a while, code that watches a job asks again, and says so once.
 
-What comes instead of AWS's answer is put in at botocore's door; the rest is moto's.
+These tests replace some of AWS's answers in botocore; the other answers are moto's.
 """
 
 import io
@@ -22,14 +22,14 @@ DESCRIBE = "sagemaker.DescribeTrainingJob"
 
 
 class Body(io.BytesIO):
-    """Of a response, as botocore reads it."""
+    """The body of a response, as botocore reads it."""
 
     def stream(self, **_) -> Iterator[bytes]:
         yield self.read()
 
 
 def error(code: str, message: str, status: int = 400) -> AWSResponse:
-    """AWS's answer that something is wrong."""
+    """An error response of AWS."""
     body = Body(json.dumps({"__type": code, "message": message}).encode())
     return AWSResponse("", status, {"x-amzn-errortype": code}, body)
 
@@ -48,7 +48,7 @@ def away() -> Exception:
 
 @pytest.fixture(autouse=True)
 def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The file of the keys that the default session has; there is a job "job", which has ended."""
+    """The file with the default session's keys. There is also a job "job", which has ended."""
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore's own attempts take real seconds
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -61,16 +61,16 @@ def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def log_in(file: Path, key: str) -> None:
-    """What a tool for logging in does: put temporary keys into the file."""
+    """Put temporary keys into the file, as a tool for logging in does."""
     names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
     file.write_text("[mine]\n" + "".join(f"{name}={key}\n" for name in names))
 
 
 def instead(operation: str, answer: Callable[[str], object]) -> list[str]:
-    """Answer requests for an operation, with an error or a response; None leaves them to moto.
+    """Answer requests for an operation with an error or a response; None leaves them to moto.
 
     Returns:
-        The header of each request that says who asked; `answer` is given it.
+        The Authorization header of each request, which is also passed to `answer`.
     """
     asked = []
 
@@ -88,7 +88,7 @@ def instead(operation: str, answer: Callable[[str], object]) -> list[str]:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses between attempts, which take no time here, but the clock goes on by them."""
+    """The pauses between attempts. They take no real time, but they advance the clock."""
     pauses = []
     monkeypatch.setattr(describe.time, "sleep", pauses.append)
     monkeypatch.setattr(describe.time, "monotonic", lambda: sum(pauses))
@@ -101,7 +101,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ([throttled] * 3, "(ThrottlingException) when calling the DescribeTrainingJob"),
         ([lambda: error("InternalFailure", "", status=500)], "(InternalFailure) when calling"),
         ([lambda: error("SomethingNew", "never seen")], "never seen"),
-        ([expired], "is expired (asking again, for up to 10 minutes; log in again meanwhile)"),
+        ([expired], "is expired (retrying for up to 10 minutes; please log in again)"),
         ([UnauthorizedSSOTokenError], "SSO session"),
         ([away] * 2, "api.sagemaker.us-east-1.amazonaws.com"),
     ],
@@ -113,7 +113,7 @@ def test_who_waits_for_a_job_outlasts_that(answers, said, pauses, capsys):
     assert monitoring.wait("job")["TrainingJobStatus"] == "Completed"
     output = capsys.readouterr()
     assert said in output.err and output.err.count("\n") == 1
-    assert "asking again, for up to 10 minutes" in output.err
+    assert "retrying for up to 10 minutes" in output.err
     assert pauses == [1, 2, 4][: len(answers)]
 
 
@@ -146,13 +146,13 @@ def test_what_is_not_allowed_is_not_asked_again(code, operation, pauses, capsys)
     with pytest.raises(SystemExit):
         monitoring.main(["job"])
     said = capsys.readouterr().err
-    assert said.startswith("AWS does not allow that to these credentials: ")
+    assert said.startswith("AWS denied the request for these credentials: ")
     assert operation.split(".")[1] in said and "You are not authorized to perform that." in said
     assert said.endswith("docs/aws.md.)\n") and said.count("\n") == 1 and pauses == []
 
 
 def test_new_keys_in_the_file_are_taken(keys, pauses, monkeypatch):
-    """As temporary keys are renewed; the default session would read the file only once."""
+    """Temporary keys get renewed, but the default session would read the file only once."""
     asked = instead(DESCRIBE, lambda header: expired() if "FIRST" in header else None)
     monkeypatch.setattr(describe.time, "sleep", lambda _: log_in(keys, "SECOND"))
     assert monitoring.wait("job")["TrainingJobStatus"] == "Completed"
@@ -160,7 +160,7 @@ def test_new_keys_in_the_file_are_taken(keys, pauses, monkeypatch):
 
 
 def test_keys_that_a_session_was_given_stay_its_own(pauses):
-    """Else it would go on with other credentials, perhaps of another account."""
+    """Otherwise it would continue with other credentials, perhaps of another account."""
     given = {"aws_access_key_id": "GIVEN", "aws_secret_access_key": "x", "aws_session_token": "x"}
     boto3.DEFAULT_SESSION = boto3.Session(**given)
     asked = instead(DESCRIBE, lambda _: expired())

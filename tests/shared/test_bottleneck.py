@@ -1,4 +1,4 @@
-"""How busy the hosts of a job are, what holds it up, the figure of it, and the command."""
+"""How busy a job's hosts are, its bottleneck, the figure, and the command."""
 
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
@@ -21,14 +21,14 @@ ONE_P4D = {"": ("ml.p4d.24xlarge", 1)}
 def put_attempt(
     hosts: dict, steps: list[tuple[float, float]], job: str = "job", every_s: float = 60, **of_log
 ) -> None:
-    """Write the logs and values of a job that started at START, a step line a minute from 2:00 on.
+    """Write logs and values of a job that started at START, with a step line each minute from 2:00.
 
     Args:
         hosts: {host: (group, CPU values, GPU values)}, one every `every_s` (a minute on AWS).
-        steps: Step time and data wait of each step line, which all but data hosts print.
-        job: Its name.
+        steps: Step time and data wait of each step line; all hosts but data hosts print them.
+        job: The job's name.
         every_s: Seconds from one value to the next.
-        **of_log: Of `put_log`: another start, or attempt.
+        **of_log: Arguments of `put_log`, such as another start or attempt.
     """
     of_log = {"start": START, **of_log}
     for host, (group, cpus, gpus) in hosts.items():
@@ -40,14 +40,14 @@ def put_attempt(
 
 
 def put_one(cpus: list, gpus: list, waits: list[float], **settings) -> None:
-    """Make a job on one p4d, whose steps take 200 ms."""
+    """Make a job on one p4d whose steps take 200 ms."""
     put_job("job", ONE_P4D)
     hosts = {"algo-1": ("homogeneousCluster", cpus, gpus)}
     put_attempt(hosts, [(200, wait) for wait in waits], **settings)
 
 
 def put_published_job(data: float, cpu: float, gpu: float, wait: float) -> None:
-    """Make a job on the published cluster with so many busy vCPUs (of 72; of 96) and GPUs."""
+    """Make a job on the published cluster, with this many busy vCPUs (of 72; of 96) and GPUs."""
     dnn = ("dnn_group", [100 * cpu] * 6, [100 * gpu] * 6)
     busy = ("data_group", [100 * data] * 6, [])
     put_job("job", PUBLISHED)
@@ -56,7 +56,7 @@ def put_published_job(data: float, cpu: float, gpu: float, wait: float) -> None:
 
 def test_utilisation_is_a_percentage_of_the_instance_while_it_trains(aws):
     # Step lines at 2:00 ... 5:00. Values of the minutes from 0:40, 1:40, 2:40, 3:40, 4:40, 5:40:
-    # those from 2:40 and from 3:40 are of nothing but training.
+    # only the minutes from 2:40 and 3:40 are entirely training.
     cpus, gpus = [100, 2400, 4800, 7200, 2400, 100], [0, 100, 400, 600, 100, 0]
     hosts = {"algo-1": ("dnn_group", cpus, gpus), "algo-2": ("data_group", [3600] * 6, [])}
     put_job("job", PUBLISHED)
@@ -91,12 +91,12 @@ def test_utilisation_of_a_short_training_is_of_the_minute_that_it_is_in(aws):
     ],
 )
 def test_asks_cloudwatch_for_what_it_still_has(aws, monkeypatch, age, length, periods):
-    """CloudWatch answers with nothing to a period that it does not keep."""
+    """CloudWatch returns no values for a period that it does not keep."""
     start, asked = datetime.now(timezone.utc) - age, []
 
     def answer(service: str, question: Callable) -> dict:
         asked.append(question(SimpleNamespace(get_metric_statistics=lambda **request: request)))
-        points = [(start + length, 100.0), (start, 50.0)]  # in no order, as AWS says
+        points = [(start + length, 100.0), (start, 50.0)]  # unordered, as AWS documents
         points = [{"Timestamp": time, "Average": percent} for time, percent in points]
         return {"Datapoints": points if asked[-1]["Period"] == periods[-1] else []}
 
@@ -152,15 +152,15 @@ def test_the_bottleneck_is_named_and_marked(aws, capsys, data, cpu, gpu, wait, s
 @pytest.mark.parametrize(
     "data_group, floor, sentence, said",
     [
-        # One group, whose cores do both; and, with data hosts, its cores do the GPU's part alone.
+        # Without data hosts, the group's cores do both; with them, they only play the GPU.
         (False, 100, "Bottleneck: the CPUs of dnn_group (99 % busy); data costs 50 % of a step.",
-         "cores that also play the GPU 99 % busy = BOTTLENECK"),
+         "cores that also act as GPU 99 % busy = BOTTLENECK"),
         (False, 190, "The limit: the GPUs of dnn_group (99 % busy), as it should be; data costs ",
-         "cores that play the GPU 99 % busy = the limit"),
+         "cores that act as GPU 99 % busy = the limit"),
         (True, 190, "The limit: the GPUs of dnn_group (99 % busy), as it should be; data costs ",
-         "cores that play the GPU 99 % busy = the limit"),
+         "cores that act as GPU 99 % busy = the limit"),
         (True, 150, "The limit: the GPUs of dnn_group (99 % busy); data costs 25 % of a step.",
-         "cores that play the GPU 99 % busy = the limit"),
+         "cores that act as GPU 99 % busy = the limit"),
     ],
 )  # fmt: skip
 def test_where_no_gpu_is_seen_the_cores_play_it(aws, data_group, floor, sentence, said):
@@ -172,16 +172,16 @@ def test_where_no_gpu_is_seen_the_cores_play_it(aws, data_group, floor, sentence
     put_log("synthetic", "algo-1", step_lines((floor, 0)))
     figure = monitoring.plot_job("job", synthetic_job="synthetic")
     told = " ".join(figure.get_suptitle().split())
-    assert sentence in told and "There is no GPU here: the cores of algo-2 play it." in told
+    assert sentence in told and "There is no GPU here: the cores of algo-2 stand in for it." in told
     panels = {panel.get_title("left").split(" ")[0]: panel for panel in figure.axes}
     assert panels["dnn_group"].get_title("right") == said
     step = panels["Step"]
     assert set(step.lines[-1].get_ydata()) == {floor}
-    assert f"median 200.0 ms, {floor}.0 without data, which costs" in step.get_title("right")
+    assert f"median 200.0 ms, {floor}.0 without data: data costs" in step.get_title("right")
 
 
 def test_on_aws_a_gpu_without_values_is_not_taken_for_none(aws):
-    """Its values may be late, and CloudWatch has none of Trainium's."""
+    """Its values may be late, and CloudWatch has no values for Trainium."""
     put_job("job", PUBLISHED)
     put_attempt({"algo-2": ("dnn_group", [9500] * 6, [])}, [(200, 100)] * 5)
     figure = monitoring.plot_job("job")
@@ -203,7 +203,7 @@ def test_the_figure_draws_percentages_of_the_instance_over_time(aws):
     assert list(step.lines[0].get_ydata()) == [200] * 3
     assert list(step.lines[0].get_xdata()) == [120, 180, 240]
     assert list(step.lines[1].get_ydata()) == pytest.approx([20, 50, 100])
-    assert step.get_title("right") == "median 200.0 ms, of which it waits for data for 25 %"
+    assert step.get_title("right") == "median 200.0 ms, 25 % of it waiting for data"
     assert step.get_xlabel() == "seconds since the first line of the log"
     (training,) = [p for p in host.patches if p.get_label() == "first to last step line"]
     assert (training.get_x(), training.get_width()) == (120, 120)
@@ -230,25 +230,25 @@ def test_unknown_types_and_hosts_without_values_are_said_to_be_so(aws, capsys):
     put_attempt(hosts, [(200, 100)])
     monitoring.main(["job"])
     shown = capsys.readouterr().out
-    assert "Bottleneck: not known; the training waits for data for 50 % of a step." in shown
+    assert "Bottleneck: unknown; the training waits for data for 50 % of a step." in shown
     assert "Not judged: ml.x9.large, which is not in shared/prices.csv." in shown
     assert "CPU (%)" not in monitoring.utilisation("job")
     unknown, nothing, *_ = monitoring.plot_job("job").axes
     assert unknown.texts[0].get_text() == "shared/prices.csv does not have this instance type."
-    assert nothing.texts[0].get_text() == "CloudWatch has no values of this host."
+    assert nothing.texts[0].get_text() == "CloudWatch has no values for this host."
 
 
 def test_values_that_are_not_there_yet_are_not_taken_for_idle_hosts(aws, capsys):
     put_one([9600], [], [20] * 5)
     assert monitoring.plot_job("job").axes[0].get_title("right") == (
-        "no values of its CPUs while it trained"
+        "no values for its CPUs during training"
     )
     monitoring.main(["job"])
-    assert "Bottleneck: not known, as CloudWatch has no values" in capsys.readouterr().out
+    assert "Bottleneck: unknown, because CloudWatch has no values" in capsys.readouterr().out
 
 
 def test_values_that_come_later_are_said_to_be_missing(aws, capsys):
-    """Step lines at 2:00 ... 9:00; of one host the values to 3:40 are there, of another none."""
+    """Step lines at 2:00 ... 9:00; one host has values up to 3:40, another has none."""
     hosts = {
         "algo-1": ("data_group", [], []),
         "algo-2": ("dnn_group", [4800] * 4, [400] * 4),
@@ -258,9 +258,9 @@ def test_values_that_come_later_are_said_to_be_missing(aws, capsys):
     put_attempt(hosts, [(200, 100)] * 8)
     until = START + timedelta(minutes=3, seconds=40)
     sentence = (
-        "Bottleneck: not known; the training waits for data for 50 % of a step. Of CPU values "
-        f"CloudWatch has none of algo-1, of algo-2 only those up to {until:%H:%M:%S} (on AWS they "
-        "come once a minute, some minutes late)."
+        "Bottleneck: unknown; the training waits for data for 50 % of a step. CPU values in "
+        f"CloudWatch: none for algo-1, for algo-2 only up to {until:%H:%M:%S} (on AWS they come "
+        "once a minute, a few minutes late)."
     )
     monitoring.main(["job"])
     assert sentence in capsys.readouterr().out
@@ -271,7 +271,7 @@ def test_values_that_come_later_are_said_to_be_missing(aws, capsys):
 
 
 def test_after_a_spot_restart_all_figures_are_of_the_last_attempt(aws, capsys):
-    """Its hosts have changed places: algo-1 has been in data_group before, and algo-2 trained."""
+    """The hosts have swapped groups: before, algo-1 was in data_group, and algo-2 trained."""
     busy, idle = [7200] * 6, [720] * 6
     put_job("job", PUBLISHED, billable_time_in_seconds=1800)  # of both attempts
     before = {"algo-1": ("data_group", busy, []), "algo-2": ("dnn_group", idle, [])}
@@ -279,7 +279,7 @@ def test_after_a_spot_restart_all_figures_are_of_the_last_attempt(aws, capsys):
     again = {"algo-1": ("dnn_group", [4800] * 6, []), "algo-2": ("data_group", idle, [])}
     put_attempt(again, [(200, 20)] * 5, start=START + timedelta(minutes=15), attempt=2)
     table = monitoring.steps("job")
-    notice = "'job' has been interrupted and started again: this is of attempt 2 alone; show_logs("
+    notice = "'job' was interrupted and restarted. Only attempt 2 is used here; show_logs("
     assert capsys.readouterr().err.count(notice) == 1
     assert list(table["step"]) == [0, 1, 2, 3, 4] and set(table["host"]) == {"algo-1"}
     assert monitoring.logged("job", "data_wait_ms") == 20
@@ -308,7 +308,7 @@ def test_a_job_without_metrics_or_step_lines_says_so(aws, capsys):
     put_one([], [], [])
     monitoring.main(["job"])
     shown = capsys.readouterr().out
-    assert "No step lines" in shown and "not known, as CloudWatch has no values" in shown
+    assert "No step lines" in shown and "unknown, because CloudWatch has no values" in shown
     assert len(monitoring.plot_job("job").axes) == 1
 
 
@@ -332,10 +332,10 @@ def test_the_command_prints_what_is_known_and_writes_the_figure(aws, capsys, tmp
     "arguments, sentence",
     [
         (["nojob"], "in the notebook that started it: use %run -m there."),
-        (["nojob", "--logs"], "No training job 'nojob' to be seen from here"),
+        (["nojob", "--logs"], "No training job 'nojob' found"),
         (["silent"], "There is no log of training job 'silent'"),
         (["silent", "--logs"], "There is no log of training job 'silent'"),
-        (["job", "--logs", "--figure", "a.png"], "--figure does not go with --logs."),
+        (["job", "--logs", "--figure", "a.png"], "--figure and --logs cannot be used together."),
         (["job", "--figure", "/no/folder/a.png"], "figure cannot be written to '/no/folder/a.png'"),
         (["job", "--figure", "a.xyz"], "'a.xyz': Format 'xyz' is not supported"),
     ],

@@ -1,4 +1,4 @@
-"""The commands of shared/, with their output piped into one that ends before them."""
+"""The commands of shared/, with their output piped into a program that ends before them."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Costs: against hand calculations and against both tables that AWS published."""
+"""Costs, checked by hand and against both tables that AWS published."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def test_managed_spot_saves_in_total_and_per_step_and_sample():
 
 @pytest.fixture
 def two_jobs(aws) -> dict[str, str]:
-    """Job "local" (ml.p3.2xlarge) and job "service" (and 2 x ml.c5.9xlarge), ended and logged."""
+    """Ended jobs with logs: "local" (ml.p3.2xlarge) and "service" (with 2 x ml.c5.9xlarge too)."""
     put_job("local", billable_time_in_seconds=120)
     put_log("local", "algo-1", step_lines((900, 800), (100, 60), (110, 66)))
     spot = {"training_time_in_seconds": 80, "enable_managed_spot_training": True}
@@ -73,7 +73,7 @@ def test_compares_jobs_by_the_medians_of_their_step_lines(two_jobs):
     assert (second["billable time (s)"], second["training time (s)"]) == (60, 80)
     assert second["saved by spot (%)"] == pytest.approx(25)
     assert second["total USD"] == pytest.approx(7.497 * 60 / 3600)
-    # 1,000 steps of 42 ms take 42 s, of which managed spot training saves a quarter
+    # 1,000 steps of 42 ms take 42 s; managed spot training saves a quarter of the cost
     assert second["USD per 1,000 steps"] == pytest.approx(7.497 * 42 / 3600 * 0.75)
     assert second["USD per 1,000 samples"] == pytest.approx(7.497 / 3600 * (1000 / 9) * 0.75)
     assert second["speed-up"] == pytest.approx(110 / 42)
@@ -106,8 +106,8 @@ def test_with_the_job_without_data_it_is_known_what_data_costs(two_jobs):
     assert list(table["step without data (ms)"]) == [33.5, 33.5]
     assert list(table["data costs (%)"]) == pytest.approx([100 * 76.5 / 110, 100 * 8.5 / 42])
     widths = [bar.get_width() for bar in costs.plot(table, "").axes[0].patches]
-    assert widths == pytest.approx([33.5, 33.5, 76.5, 8.5])  # of both steps, then what data costs
-    assert table.loc["homogeneous", "data wait (ms)"] == 66  # in the table, not in the figure
+    assert widths == pytest.approx([33.5, 33.5, 76.5, 8.5])  # without data; data
+    assert table.loc["homogeneous", "data wait (ms)"] == 66  # shown in the table only
 
 
 def test_the_command_prints_the_table_and_where_prices_are_from(two_jobs, capsys):
@@ -128,10 +128,10 @@ def test_the_command_prints_the_table_and_where_prices_are_from(two_jobs, capsys
         (["local", "--refresh", "us-east-1"], "Name training jobs, or give --refresh REGION.\n"),
         (["local", "--region", "ap-south-1"], "No price of ml.p3.2xlarge in region 'ap-south-1'"),
         (["running"], "Training job 'running' is InProgress: its cost is known once it has ended."),
-        (["unbilled"], "Training job 'unbilled' (Stopped) has no billable time: nothing to cost."),
+        (["unbilled"], "Training job 'unbilled' (Stopped) has no billable time, so no cost."),
         (["silent"], "The log of training job 'silent' has no step lines"),
         (["unpriced"], "No price of 'ml.r5.large' is known, only of the families ml.c5, "),
-        (["no-such-job"], "No training job 'no-such-job' to be seen from here"),
+        (["no-such-job"], "No training job 'no-such-job' found"),
     ],
 )
 def test_what_has_no_costs_is_a_clear_sentence(two_jobs, capsys, arguments, sentence):
@@ -153,9 +153,7 @@ def test_without_an_account_the_command_says_how_to_reach_local_jobs(monkeypatch
     monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
     assert costs.main(["job"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(
-        "No training job 'job' to be seen from here (You must specify a region.)"
-    )
+    assert said.startswith("No training job 'job' found (You must specify a region.)")
     assert said.count("\n") == 1 and said.endswith("started it: use %run -m there.\n")
 
 
@@ -187,7 +185,7 @@ def test_the_command_in_a_notebook_knows_its_local_jobs(tmp_path):
     said = kernel.communicate(timeout=120)[0]
     rows = {line.split("  ")[0]: line.split() for line in said.splitlines()}
     assert rows["USD per hour"][-2:] == ["1.5200", "3.3560"], said
-    assert rows["USD per 1,000 steps"][-2:] == ["0.1056", "0.2331"]  # 250 s of them
-    assert "No training job 'no-such-job' to be seen from here" in said
-    assert "(the local SageMaker has no prices: ask in a terminal)" in said
+    assert rows["USD per 1,000 steps"][-2:] == ["0.1056", "0.2331"]  # 1,000 steps take 250 s
+    assert "No training job 'no-such-job' found" in said
+    assert "(the local SageMaker has no prices: use a terminal)" in said
     assert "Traceback" not in said

@@ -1,4 +1,4 @@
-"""CloudWatch that is late, as on AWS: who reads a job's log waits for it, but no longer."""
+"""If CloudWatch is late, as on AWS, readers of a job's log wait for it, but no longer."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ print(f"host={config['current_host']} ends", flush=True)
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
-    """Sets by how many seconds the logs of jobs get to CloudWatch later than they are printed."""
+    """Set after how many seconds the printed lines of a job reach CloudWatch."""
     timers: list[threading.Timer] = []
 
     def set_delay(seconds: float) -> None:
@@ -66,14 +66,14 @@ def test_readers_wait_for_the_last_line_of_each_host(late, jobs: Jobs):
     late(3)
     name, received = run(jobs), []
     assert not jobs.log(name), "was not late"
-    boto3.client("logs")  # which makes the default session
+    boto3.client("logs")  # creates the default session
     boto3.DEFAULT_SESSION.events.register(
         "after-call.logs.GetLogEvents", lambda parsed, **_: received.extend(parsed["events"])
     )
     asked = time.monotonic()
     lines = monitoring.logs(name)
     assert sum(line.text.endswith(" ends") for line in lines) == 2
-    assert time.monotonic() - asked < 7  # no longer than for the last line, and one more look
+    assert time.monotonic() - asked < 7  # until the last line is there, and one more look
     assert len(received) == len(lines), "what was there already was read again"
 
 
@@ -115,6 +115,6 @@ def test_the_wait_for_hosts_that_print_nothing_has_an_end(
     with pytest.raises(ValueError, match="There is no log"):
         monitoring.logs("silent")
     assert 3 <= time.time() - end < 4
-    with pytest.raises(ValueError, match="There is no log"):  # and is over then
+    with pytest.raises(ValueError, match="There is no log"):  # the second call does not wait again
         monitoring.logs("silent")
     assert time.time() - end < 4.5

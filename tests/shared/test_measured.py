@@ -1,4 +1,4 @@
-"""measured.py finds in one run what else takes two jobs; time is the tests'."""
+"""measured.py finds in one run what otherwise takes two jobs; here, time is simulated."""
 
 import itertools
 import sys
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("workers", [0, 1, 4, 7])
 @pytest.mark.parametrize("share", [0.3, 0.8, 1.0, 1.2, 4.0])
 def test_finds_both_step_times(clock, capsys, workers, share):
-    """share: time in which the loader has a batch ready / time of a step without data."""
+    """`share` is the loader's time for a batch divided by the step time without data."""
     loader = SimulatedLoader(clock, workers, seconds=0.1 * share * max(1, workers))
     found = simulate(clock, capsys, loader)
     expected = 100 * (1 + share) if not workers else 100 * max(1, share)
@@ -27,7 +27,7 @@ def test_finds_both_step_times(clock, capsys, workers, share):
 
 
 def simulate(clock, capsys, loader) -> dict:
-    """What a run with that loader finds, where a step without data takes 100 ms."""
+    """Return what a run with that loader finds, if a step without data takes 100 ms."""
     for _ in range(2):
         train(clock, measured(loader), 0.1)
     module._loops[id(loader)].report()
@@ -35,17 +35,17 @@ def simulate(clock, capsys, loader) -> dict:
 
 
 def test_batches_that_got_ready_meanwhile_would_hide_the_wait(clock, capsys, monkeypatch):
-    """The obvious procedure is wrong: it sees a loader that waited for the training."""
+    """The obvious procedure is wrong: it times batches that the loader prepared before."""
     loaders = [SimulatedLoader(clock, 4, seconds=1.6, prefetch_factor=8) for _ in range(2)]
     found = simulate(clock, capsys, loaders[0])
     assert found["step_ms"] == pytest.approx(400)
-    monkeypatch.setattr(module, "deque", lambda batches, maxlen: None)  # it drops nothing
+    monkeypatch.setattr(module, "deque", lambda batches, maxlen: None)  # drop nothing
     wrong = simulate(clock, capsys, loaders[1])
     assert wrong["step_ms"] < 0.5 * found["step_ms"]
 
 
 class SimulatedDataset:
-    """Prefetches as tf.data does with AUTOTUNE: twice as much when it was full, and is empty."""
+    """Prefetches as tf.data does with AUTOTUNE: doubles its buffer once it was full, then empty."""
 
     cardinality = None  # a tf.data.Dataset has it
 
@@ -82,7 +82,7 @@ class SimulatedDataset:
 def test_finds_both_step_times_whatever_a_dataset_holds(clock, capsys, share, holds):
     dataset = SimulatedDataset(clock, 0.1 * share, holds=holds)
     loop = measured(dataset)
-    for _ in loop:  # it ends by itself, as the buffer would soon hold more than the pauses fill
+    for _ in loop:  # it reports by itself, before the buffer holds more than the pauses fill
         clock.now += 0.1
         if loop.reported:
             break
@@ -93,7 +93,7 @@ def test_finds_both_step_times_whatever_a_dataset_holds(clock, capsys, share, ho
 
 
 def test_no_number_says_what_a_dataset_holds(clock, capsys):
-    """Given one, it sees batches that got ready before."""
+    """If told a number, it times batches that got ready before."""
     dataset = SimulatedDataset(clock, 0.13)
     for _ in itertools.islice(measured(dataset, 200, buffer=2), 300):
         clock.now += 0.1
@@ -101,14 +101,14 @@ def test_no_number_says_what_a_dataset_holds(clock, capsys):
 
 
 def test_an_epoch_of_a_dataset_keeps_its_length(clock):
-    """Else ranks, which drop as much as the time allows them, would not end it at the same step."""
+    """Otherwise ranks, which drop different numbers of batches, would end it at different steps."""
     dataset = SimulatedDataset(clock, 0.01, length=60)
     assert [len(train(clock, measured(dataset), 0.1)) for _ in range(3)] == [60] * 3
     assert len(module._loops[id(dataset)].real) > 1
 
 
 def kinds(clock, loader, seconds: float, epochs: int = 1, **settings) -> list[bool]:
-    """Of each step of a run: is its batch the one before, repeated?"""
+    """Return for each step of a run whether its batch is the previous one, repeated."""
     seen = [train(clock, measured(loader, **settings), seconds) for _ in range(epochs)]
     assert all(len(epoch) <= len(loader) for epoch in seen)
     return [a == b for epoch in seen for a, b in itertools.pairwise([-1, *epoch])]
@@ -128,7 +128,7 @@ def test_stretches_are_whole_updates_and_five_rounds_of_the_workers(clock, accum
 
 
 def test_goes_on_from_epoch_to_epoch_with_no_more_steps_than_batches(clock, capsys):
-    """Epochs with room for one stretch: each kind gets its turn."""
+    """Even if an epoch has room for only one stretch, both kinds get their turn."""
     loader = SimulatedLoader(clock, 4, seconds=1.6, length=49)
     repeats = kinds(clock, loader, 0.1, epochs=3)
     assert repeats[:24] == [False] * 24 and sum(repeats) > 24
@@ -136,7 +136,7 @@ def test_goes_on_from_epoch_to_epoch_with_no_more_steps_than_batches(clock, caps
 
 
 def test_its_buffer_is_full_when_repeated_steps_are_timed(clock, monkeypatch):
-    """Else the loader would take the training's CPU time."""
+    """Otherwise the loader would take CPU time from the training."""
     loader, left = SimulatedLoader(clock, 4, seconds=1.6), []
     sample = module._sample
 
@@ -157,7 +157,7 @@ class Pair(namedtuple("Pair", "images labels")):
 
 
 def test_each_repeated_batch_is_a_fresh_container():
-    """Scripts take things out of it."""
+    """Scripts may change it."""
 
     def batch():
         return {"x": [1, {"y": 2}], "pair": Pair([{"z": 3}, 4]), "plain": ({5: 6}, 7)}
@@ -180,10 +180,10 @@ def test_accelerators_are_waited_for_at_the_ends_of_stretches_only(monkeypatch):
 
 
 def test_says_what_is_missing(capsys):
-    with pytest.raises(ValueError, match="How many batches this list can hold ready is not known"):
+    with pytest.raises(ValueError, match="Cannot tell how many batches this list can hold"):
         measured([1, 2, 3])
-    with pytest.raises(ValueError, match="How many batches this SimpleNamespace can hold ready"):
-        measured(SimpleNamespace(num_workers=8))  # no DataLoader: it has no prefetch_factor
+    with pytest.raises(ValueError, match="how many batches this SimpleNamespace can hold ready"):
+        measured(SimpleNamespace(num_workers=8))  # no DataLoader: no prefetch_factor
     with pytest.raises(ValueError, match="buffer must be 0 or more"):
         measured([1, 2, 3], buffer=-1)
     loop = measured(range(30), buffer=4)
@@ -194,7 +194,7 @@ def test_says_what_is_missing(capsys):
     loop.report()  # the program ends
     said = capsys.readouterr().out
     assert said == (
-        "measured: 30 steps were too few: it takes 3 x 24, in epochs of 24 batches or more\n"
+        "measured: 30 steps are too few: it needs 3 x 24, in epochs of at least 24 batches\n"
     )
 
 
@@ -202,10 +202,10 @@ def test_a_dataset_of_too_few_steps_is_said_to_be_so(clock, capsys):
     loop = measured(SimulatedDataset(clock, 0.1))
     next(iter(loop))
     loop.report()
-    assert "measured: 1 steps were too few: it takes 3 x 96, in" in capsys.readouterr().out
+    assert "measured: 1 steps are too few: it needs 3 x 96, in" in capsys.readouterr().out
 
 
 def test_epochs_that_are_too_short_come_as_they_are(clock, capsys):
     loop = measured(SimulatedLoader(clock, 8, seconds=0.1, length=13))
     assert [len(list(loop)) for _ in range(3)] == [13] * 3
-    assert capsys.readouterr().out.count("epochs of 13 batches are too short: it takes 66") == 1
+    assert capsys.readouterr().out.count("epochs of 13 batches are too short: 66 are needed") == 1

@@ -1,4 +1,4 @@
-"""What measured.py prints: of which machine, how busy its CPUs were, and what the advisor says."""
+"""What measured.py prints: the machine, how busy its CPUs were, and the advisor's clusters."""
 
 import http.server
 import json
@@ -25,7 +25,7 @@ def test_prints_what_follows_and_three_clusters(clock, capsys, monkeypatch):
     monkeypatch.setattr(module, "_sample", lambda _: (clock.now, 0, 0))  # as on other systems
     loader = SimulatedLoader(clock, 0, seconds=0.3)
     seen = train(clock, measured(loader, 72, **P4D), 0.1)
-    assert seen[72:] == list(range(39, 367))  # batches as they are, after 36 and 3 repeated ones
+    assert seen[72:] == list(range(39, 367))  # unchanged batches, after 36 real and 3 repeated ones
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == lines[-2] == module.NOTICE
     assert lines[1:4] == [
@@ -53,14 +53,14 @@ def test_prints_when_the_program_ends(path: Path | None, tmp_path: Path):
     said = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
     assert numbers(said)["step_ms"] > 0
     assert ("\nadvice        " in said) == (path is not None)
-    assert ("\nclusters      see python -m shared.advisor --log FILE" in said) == (path is None)
+    assert ("\nclusters      run python -m shared.advisor --log FILE" in said) == (path is None)
 
 
 @pytest.mark.parametrize(
     "advisor, said",
     [
-        ("import nothing_of_that_name", "see python -m shared.advisor --log FILE, with this"),
-        ("import time; time.sleep(60)", "see python -m shared.advisor --log FILE, with this"),
+        ("import nothing_of_that_name", "run python -m shared.advisor --log FILE, with this"),
+        ("import time; time.sleep(60)", "run python -m shared.advisor --log FILE, with this"),
         ("raise SystemExit('error: No price.')", "No price."),
     ],
     ids=["cannot start", "hangs", "refuses"],
@@ -80,7 +80,7 @@ def test_an_advisor_that_does_not_answer_holds_nobody_up(
 
 
 def test_one_of_the_ranks_speaks(tmp_path):
-    """No variable says which rank it is, as with torch.multiprocessing.spawn."""
+    """No environment variable has the rank, as with torch.multiprocessing.spawn."""
     program = (
         "import sys, torch.distributed as dist, measured\n"
         "store, rank = f'file://{sys.argv[1]}', int(sys.argv[2])\n"
@@ -107,8 +107,8 @@ def test_only_vcpus_that_the_process_may_use_count(monkeypatch):
     assert ticks_of_one == pytest.approx(ticks / len(own), rel=0.05)
 
 
-# What `docker run --cpus 1.5`, Kubernetes and systemd make of it: the process's cgroups, their
-# files (USED is replaced), and how the use is counted there.
+# How `docker run --cpus 1.5`, Kubernetes and systemd set it up: the process's cgroups, their files
+# (USED is replaced), and how many units of CPU time they count per second.
 LIMITS = {
     "version 2, in a container": (
         "0::/\n",
@@ -156,7 +156,7 @@ NO_LIMITS = {
 
 @pytest.mark.parametrize("case", [*LIMITS, *NO_LIMITS])
 def test_a_container_at_its_limit_is_busy(clock, capsys, monkeypatch, tmp_path, case):
-    """It may use 1.5 cores of 16, which are 9 %, and does so for 98 % of the time."""
+    """It may use 1.5 of 16 cores, which is 9 %, and does so for 98 % of the time."""
     own, files, per_second = (LIMITS | NO_LIMITS)[case]
     (tmp_path / "own").write_text(own)
 
@@ -177,9 +177,9 @@ def test_a_container_at_its_limit_is_busy(clock, capsys, monkeypatch, tmp_path, 
     said = capsys.readouterr().out
     if case in LIMITS:
         assert (
-            "CPUs busy     98 %, without data 98 %, on 1.5 cores, its container's limit, of 16 vC"
+            "CPUs busy     98 %, without data 98 %, on 1.5 cores (the container's limit) of 16 vC"
         ) in said
-        assert "verdict       CPU-bound" in said and "clusters      for which instance?" in said
+        assert "verdict       CPU-bound" in said and "the instance type is unknown" in said
     else:
         assert ", on 16 vCPUs" in said and numbers(said)["instance_type"] == "ml.g5.4xlarge"
 
@@ -218,7 +218,7 @@ def test_ec2_says_the_instance_type(monkeypatch):
         place = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", place)
         assert module._machine()[:2] == ("ml.g5.xlarge", 1)
-        monkeypatch.setenv("WORLD_SIZE", "32")  # as torchrun says it on each of four hosts
+        monkeypatch.setenv("WORLD_SIZE", "32")  # as torchrun sets it on each of four hosts
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
         assert module._machine()[:2] == ("ml.g5.xlarge", 4)
         server.shutdown()

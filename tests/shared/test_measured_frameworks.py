@@ -1,4 +1,4 @@
-"""measured.py in real time, where time.sleep stands for work: other programs take none of it."""
+"""measured.py in real time; time.sleep stands for work, because other programs don't slow it."""
 
 import functools
 import time
@@ -13,7 +13,7 @@ from shared.measured import measured
 
 pytestmark = pytest.mark.usefixtures("alone")
 
-# The loop is that of PyTorch's official example, mnist/main.py.
+# The loop is from PyTorch's official example, mnist/main.py.
 MNIST = """
 import time
 import torch
@@ -53,7 +53,7 @@ def train(args, model, device, train_loader, optimizer, epoch):
 
 
 def train_mnist(script: str, loader, seconds: float) -> float:
-    """Run the script's loop, and return its step time in ms, without the first steps."""
+    """Run the script's loop and return its step time in ms, without the first steps."""
     names = {"measured": measured}
     exec(script, names)
     model, ends = names["Net"](seconds), []
@@ -65,7 +65,7 @@ def train_mnist(script: str, loader, seconds: float) -> float:
 
 
 class OneBatch:
-    """A loader that gives its first batch again and again."""
+    """A loader that repeats the first batch of another one."""
 
     def __init__(self, loader):
         self.dataset, self.batches = loader.dataset, [next(iter(loader))] * 30
@@ -75,7 +75,7 @@ class OneBatch:
 
 
 def close(found: dict, step_ms: float, floor_ms: float) -> bool:
-    """Do they differ by less than 10 %?"""
+    """Whether both found times are within 10 % of the given ones."""
     print(f"{found['step_ms']:.1f} {step_ms:.1f} {found['accelerator_ms']:.1f} {floor_ms:.1f}")
     return [found["step_ms"], found["accelerator_ms"]] == pytest.approx(
         [step_ms, floor_ms], rel=0.1
@@ -99,7 +99,7 @@ def test_pytorch_script_as_two_jobs_find_it(capsys, workers, data, step):
         "enumerate(train_loader)", "enumerate(measured(train_loader, 72))"
     )
     assert with_one_line != MNIST
-    for _ in range(8):  # a machine may be too busy even for that, now and then
+    for _ in range(8):  # now and then a machine is too busy even for that
         train_mnist(with_one_line, loader(75), step)
         found = numbers(capsys.readouterr().out)
         step_ms = train_mnist(MNIST, loader(40), step)
@@ -109,12 +109,12 @@ def test_pytorch_script_as_two_jobs_find_it(capsys, workers, data, step):
 
 
 def pipeline(data: float, kind: str):
-    """A tf.data.Dataset that makes a batch in so many seconds."""
+    """A tf.data.Dataset that makes a batch in `data` seconds."""
     import tensorflow as tf
     from tensorflow.python.data.experimental.ops import testing  # its sleep takes no CPU time
 
     dataset = tf.data.Dataset.from_tensors([1.0]).repeat()
-    if kind == "parallel":  # up to four at a time, as cores allow
+    if kind == "parallel":  # up to four at a time, as far as there are cores
 
         def slowly(x):
             time.sleep(4 * data)
@@ -134,7 +134,7 @@ def test_tensorflow_loop_as_two_jobs_find_it(capsys, data, step, kind):
             ends.append(time.perf_counter())
         return 1000 * (ends[-1] - ends[19]) / (len(ends) - 20)
 
-    for _ in range(8):  # a machine may be too busy even for that, now and then
+    for _ in range(8):  # now and then a machine is too busy even for that
         loop = measured(pipeline(data, kind), 144)
         for _ in loop:
             time.sleep(step)
@@ -174,7 +174,7 @@ def test_keras_fit_as_two_jobs_find_it(capsys):
 
 
 def test_keras_fit_of_a_python_dataset_and_of_arrays(capsys):
-    """A PyDataset prepares batches where fit asks for them."""
+    """A PyDataset prepares batches when fit asks for them."""
     import numpy as np
     import tensorflow as tf
 

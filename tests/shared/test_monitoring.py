@@ -1,4 +1,4 @@
-"""What a job's hosts have printed, its step lines, and the wait for its end."""
+"""What a job's hosts printed, its step lines, and the wait for its end."""
 
 import json
 import math
@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("aws")]
 
 
 def start_up(host: str, group: str) -> list[str]:
-    """What the SDK's start-up script prints before it starts our command.
+    """Return what the SDK's start-up script prints before it starts our command.
 
-    `cat` of a file without a final newline and bash's trace of the next command share a line.
+    The output of `cat` has no final newline, so bash's trace of the next command is on its line.
     """
     other = {"instance_group_name": "other", "instance_type": "ml.m5.xlarge", "hosts": ["algo-9"]}
     config = {"current_host": host, "current_group_name": group, "instance_groups": [other]}
@@ -118,7 +118,7 @@ def test_a_name_that_a_restart_gave_to_a_host_of_another_group_is_two_hosts(caps
 
 
 def test_a_restart_is_seen_though_hosts_have_printed_nothing_before_it():
-    """algo-2 has lines of the second attempt only, the first of them before all of algo-1's."""
+    """algo-2 has lines only of the second attempt, and the first comes before algo-1's."""
     put_log("job", "algo-1", ["workers=1"])
     put_log("job", "algo-2", ["workers=2", "workers=2"], 0.04, 0.02, attempt=2)
     put_log("job", "algo-1", ["workers=4"], 0.05, attempt=2)
@@ -141,7 +141,7 @@ def test_steps_are_a_typed_table_with_the_rows_of_all_ranks():
     assert str(table["time"].dt.tz) == "UTC"
 
 
-# What a line of one's own may say, and what of it is in the table.
+# What a user's own step line may say, and which of its values get into the table.
 OWN_LINES = {
     "step=1 epoch=1/10 lr=1e-4, step_time_ms=12.5": {"lr": 1e-4},
     "step=1 time=12 host=gpu7 step_time_ms=12.5": {},
@@ -169,7 +169,7 @@ def test_what_else_a_step_line_says_breaks_and_replaces_nothing(line):
     read = table.drop(columns=["step", "step_time_ms", "host", "time"])
     usual = dict.fromkeys(["epoch", "loss", "data_wait_ms", "samples_per_s"], math.nan)
     assert read.iloc[0].to_dict() == pytest.approx(usual | OWN_LINES[line], nan_ok=True)
-    for metric in monitoring.METRIC_DEFINITIONS:  # graphed: that, or nothing
+    for metric in monitoring.METRIC_DEFINITIONS:  # CloudWatch graphs the same value or none
         if found := re.search(metric["Regex"], line):
             assert float(found[1]) == table[metric["Name"]][0]
 
@@ -219,7 +219,7 @@ def test_plot_steps_draws_step_time_and_what_data_costs_of_it():
     assert [line.get_label() for line in step_time.lines] == ["a step without data", "first"]
     assert set(step_time.lines[0].get_ydata()) == {11.5}
     assert list(costs.lines[0].get_ydata()) == pytest.approx([0.84, 0, 2])
-    # A script of one's own may not log its waiting.
+    # A user's own script may not log how long it waits.
     step_time, data_wait = monitoring.plot_steps({"": "synthetic"}).axes
     assert list(step_time.lines[0].get_ydata()) == [11, 12] and not data_wait.lines
 

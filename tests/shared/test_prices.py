@@ -1,4 +1,4 @@
-"""Prices: the snapshot, the look-up, and the refresh from recorded shapes of AWS's price list."""
+"""Prices: the snapshot, the lookup, and the refresh from products shaped like AWS's price list."""
 
 import json
 import math
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def cache(tmp_path) -> Path:
-    """Where this user's prices are: in a folder of our own, empty."""
+    """The folder of this user's prices; here a temporary one, empty at first."""
     return tmp_path / "sagemaker-heterogeneous-clusters"
 
 
@@ -28,7 +28,7 @@ def test_every_price_of_the_snapshot_is_complete_and_appears_once():
     rows = prices.load()
     assert len({(row.instance_type, row.region, row.as_of) for row in rows}) == len(rows) > 100
     nothing = {"region": "", "usd_per_hour": 0.0, "as_of": "", "source": ""}
-    hardware = {replace(row, **nothing) for row in rows}  # a type's is the same in each row
+    hardware = {replace(row, **nothing) for row in rows}  # the same in all rows of a type
     assert len(hardware) == len({row.instance_type for row in rows})
     for row in rows:
         assert row.vcpus > 0 and row.memory_gib > 0
@@ -63,12 +63,12 @@ def test_types_have_what_ec2_says_of_them():
         assert row.vcpus == facts["VCpuInfo"]["DefaultVCpus"]
         assert row.memory_gib == facts["MemoryInfo"]["SizeInMiB"] / 1024
         assert row.network_gbps == prices._number(facts["NetworkInfo"]["NetworkPerformance"])
-    p3 = rows["p3.2xlarge"]  # from AWS's page on EC2 instance types
+    p3 = rows["p3.2xlarge"]  # EC2 no longer describes it: see prices.py for the source
     assert (p3.vcpus, p3.gpus, p3.gpu, p3.memory_gib, p3.network_gbps) == (8, 1, "V100", 61, 10)
 
 
 def test_sagemaker_trains_on_no_graviton_and_on_none_of_amds_cpu_instances():
-    """As docs/limits.md says: names of families end with the processor's letter, g or a."""
+    """As docs/limits.md says; the names of such families end in g or a, for the processor."""
     model = boto3.client("sagemaker", region_name="us-east-1").meta.service_model
     allowed = set(model.shape_for("TrainingInstanceType").enum)
     assert {row.instance_type for row in prices.load()} <= allowed
@@ -97,7 +97,7 @@ def test_newest_price_is_the_default_and_a_date_picks_an_older_one():
             r"'ml\.g5\.3xlarge' is known, only of ml\.g5\.xlarge, .*, ml\.g5\.48xlarge: ",
         ),
         (("ml.p3.2xlarge", "eu-west-9"), r"in region 'eu-west-9' is known, only in us-east-1: "),
-        (("ml.p3.2xlarge", "us-east-1", "2020-01-01"), r"as of 2020-01-01 .* first: 2022-10-27"),
+        (("ml.p3.2xlarge", "us-east-1", "2020-01-01"), r"as of 2020-01-01 .* first is of 2022"),
         (("ml.p3.2xlarge", "us-east-1", "last year"), r"as_of is 'last year', but must be a date"),
     ],
 )
@@ -107,10 +107,10 @@ def test_a_price_that_is_not_known_is_a_clear_error(arguments, sentence):
 
 
 def product(usage_type: str, usd: str | None, unit: str = "Hrs", **attributes: str) -> str:
-    """A product as GetProducts returns it: JSON in a string.
+    """Return a product as GetProducts does: JSON in a string.
 
-    Attributes, usage types and terms as in public programs that read AmazonSageMaker's price list
-    (vantage-sh/ec2instances.info sagemaker.py, for one) and as the API reference has them.
+    Attributes, usage types and terms are as in the API reference, and as public programs read them
+    from AmazonSageMaker's price list (for example sagemaker.py of vantage-sh/ec2instances.info).
     """
     dimension = {"unit": unit, "pricePerUnit": {"USD": usd}}
     term = {"priceDimensions": {"SKU.JRTCKXETXF.6YS6EN2CT7": dimension}}
@@ -133,9 +133,9 @@ def product(usage_type: str, usd: str | None, unit: str = "Hrs", **attributes: s
 
 @pytest.fixture
 def refresh(monkeypatch) -> Callable[..., list[prices.Price]]:
-    """Calls `refresh_prices` with an AWS that answers with these pages of products."""
+    """Call `refresh_prices` while AWS answers with the given pages of products."""
     client = boto3.client("pricing", "us-east-1", aws_access_key_id="a", aws_secret_access_key="b")
-    clients = {("pricing", "us-east-1"): client}  # the API answers in few regions only
+    clients = {("pricing", "us-east-1"): client}  # only few regions have this API
     monkeypatch.setattr(boto3, "client", lambda service, region_name: clients[service, region_name])
 
     def call(*pages: list[str], region: str = "eu-west-1") -> list[prices.Price]:
@@ -187,7 +187,7 @@ def test_refresh_reads_all_pages_and_passes_over_what_is_no_price_of_training(ca
     assert (new.usd_per_hour, new.vcpus, new.gpus, new.gpu) == (150.5, 192, 8, "B200")
     assert (new.memory_gib, new.network_gbps) == (2048, 3200)
     assert new.source == "AWS Price List API" and len(new.as_of) == len("2026-11-21")
-    known = kept["ml.g5.xlarge"]  # what it has is better known to prices.csv
+    known = kept["ml.g5.xlarge"]  # prices.csv knows its hardware better
     assert (known.vcpus, known.gpus, known.gpu, known.network_gbps) == (4, 1, "A10G", 10)
     assert costs.price_per_hour("ml.c5.4xlarge", "eu-west-1") == 0.922
     assert [path.name for path in cache.iterdir()] == ["prices-eu-west-1.csv"]
@@ -202,7 +202,7 @@ def test_a_refreshed_price_is_preferred_and_an_older_one_still_known(cache, refr
     assert costs.price_per_hour("ml.g5.xlarge", as_of="2026-09-27") == 1.41
     (price,) = refresh([product("USE1-Train:ml.g5.xlarge", "1.2")], region="us-east-1")
     assert costs.price_per_hour("ml.g5.xlarge") == 1.2
-    # Of two prices of one day the refreshed one counts.
+    # Of two prices of the same day, the refreshed one counts.
     file = cache / "prices-us-east-1.csv"
     file.write_text(file.read_text().replace(price.as_of, "2026-09-27"))
     assert costs.price_per_hour("ml.g5.xlarge") == 1.2
@@ -228,7 +228,7 @@ def test_hardware_that_aws_does_not_say_is_unknown(refresh):
             [product("EU-Train:ml.c5.4xlarge", "1"), product("EU-Train:ml.c5.4xlarge", "2")],
             r"has two prices of ml\.c5\.4xlarge, 1\.0 and 2\.0 USD per hour, so nothing was kept",
         ),
-        ([], r"has no training prices of region 'eu-west-1': is it a region"),
+        ([], r"has no training prices of region 'eu-west-1': give the name"),
     ],
 )
 def test_an_answer_of_no_use_is_a_clear_error_and_keeps_what_there_was(
@@ -245,11 +245,11 @@ def test_a_spoilt_file_of_prices_is_a_clear_error(cache, refresh):
     refresh([product("EU-Train:ml.c5.4xlarge", "0.5")])
     file = cache / "prices-eu-west-1.csv"
     file.write_text(file.read_text().replace("0.5", "a lot"))
-    with pytest.raises(ValueError, match=r"prices-eu-west-1\.csv is not a file of prices .*delete"):
+    with pytest.raises(ValueError, match=r"is not a valid file of prices .*delete"):
         prices.load()
     file.unlink()
     file.mkdir()
-    with pytest.raises(ValueError, match=r"is not a file of prices .*Is a directory"):
+    with pytest.raises(ValueError, match=r"is not a valid file of prices .*Is a directory"):
         prices.load()
 
 

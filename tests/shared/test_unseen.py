@@ -1,7 +1,8 @@
-"""The advisor on published runs that it was not made with: docs/when.md has the table.
+"""The advisor on published runs that were not used to make it; docs/when.md has the table.
 
-`before` is the formula as it was: clocks compared as EC2 lists them, no limit to what a rank takes
-in. Types stand for hosts of as many cores, by `cores`, where the hosts were not AWS's.
+`before` is the first version of the formula: it compared all clocks that EC2 lists, and did not
+limit what a rank can receive. For hosts that were not AWS's, `cores` gives instance types the
+numbers of cores of these hosts.
 """
 
 import re
@@ -17,17 +18,17 @@ from shared.advisor.prediction import KNEE, Measured
 from shared.local_sagemaker.cluster import INSTANCE_TYPES
 
 IMAGE_MB = 224 * 224 * 3 * 4 / 1e6  # float32
-# Epochs in s by workers, read off the plots to 5 s; the last is the accelerators' limit.
+# Epoch times in s by workers, read off the plots to 5 s; the lowest is the accelerators' limit.
 CACHEW = {
     1: {1: 1735, 2: 873, 3: 647, 4: 550, 5: 510, 6: 500, 8: 495},
     2: {1: 1437, 2: 697, 3: 430, 4: 388, 5: 392, 6: 391},
 }
-RAY_IMAGES = {0: 753, 1: 1233, 5: 1711, 10: 1764}  # per s by data hosts; the last is the limit
+RAY_IMAGES = {0: 753, 1: 1233, 5: 1711, 10: 1764}  # per s, by data hosts; the last is the limit
 
 
 @dataclass(frozen=True)
 class Run:
-    """A published run with data hosts, and what was measured without; `unit` is "s" or "/s"."""
+    """A published run with data hosts, and the one without (`alone`); `unit` is "s" or "/s"."""
 
     name: str
     alone: Measured
@@ -37,17 +38,17 @@ class Run:
     unit: str
     unseen: str
     only: bool = False
-    clocks: float = 1.0  # of a data host by the training host's, as EC2 lists them
-    samples: int = 1  # a step
+    clocks: float = 1.0  # a data host's clock / the training host's, as EC2 lists them
+    samples: int = 1  # per step
 
     def predicts(self) -> tuple[dict, str]:
-        """What is predicted for these data hosts now, and the verdict."""
+        """Return today's prediction for these data hosts, and the verdict."""
         advice = verdict.advise(self.alone, data_hosts_only=self.only, cores=self.cores)
         data_type = list(self.cores)[1] if self.cores else "ml.m5.4xlarge"
         return advice.predict(data_type, self.hosts), advice.verdict
 
     def predicted_before(self) -> dict:
-        """What was predicted for them before."""
+        """Return what the first version predicted for them."""
         trainer = self.alone.instance_type
         cores = self.cores or {trainer: 16, "ml.m5.4xlarge": 16}
         cores = {k: n if k == trainer else n * self.clocks for k, n in cores.items()}
@@ -55,17 +56,17 @@ class Run:
         return replace(self, alone=alone, cores=cores).predicts()[0]
 
     def error(self, row: dict) -> float:
-        """Of the predicted step time, in percent."""
+        """Return the error of the predicted step time in percent."""
         measured = step_ms(self.measured, self.unit, self.samples)
         return 100 * (row["step time (ms)"] / measured - 1)
 
     def shown(self, row: dict) -> str:
-        """The predicted figure in the unit of the measured one."""
+        """Format the predicted figure in the unit of the measured one."""
         seconds = row["step time (ms)"] / 1000
         return f"{seconds if self.unit == 's' else self.samples / seconds:,.0f}"
 
     def line(self) -> str:
-        """Its line of the table."""
+        """Return the run's line of the table."""
         before, (now, said) = self.predicted_before(), self.predicts()
         cells = [self.name, self.hosts, f"{self.measured:,.0f} {self.unit}", self.shown(before)]
         cells += [f"{self.error(before):+.0f} %"]
@@ -77,17 +78,17 @@ class Run:
 
 
 def step_ms(value: float, unit: str, samples: int = 1) -> float:
-    """A step is an epoch, or so many samples."""
+    """Convert to ms per step; a step is an epoch (unit "s") or `samples` samples (unit "/s")."""
     return 1000 * value if unit == "s" else 1000 * samples / value
 
 
 def clock(name: str) -> float:
-    """As EC2 lists it."""
+    """Return the clock that EC2 lists, in GHz."""
     return INSTANCE_TYPES[name]["ProcessorInfo"]["SustainedClockSpeedInGhz"]
 
 
 def runs() -> Iterator[Run]:
-    """All of the table, in its order."""
+    """Yield the runs in the order of the table."""
     cores = {"ml.g5.xlarge": 1, "ml.c5.18xlarge": 1}
     for number, epochs in CACHEW.items():
         floor = 1000 * min(epochs.values())
@@ -131,7 +132,7 @@ def test_the_table_is_what_the_advisor_says():
 
 
 def test_the_knee_is_where_the_formula_is_off():
-    """By 11 % in Cachew's curves, and elsewhere on them by less than 4 %."""
+    """In Cachew's curves it is 11 % off there, and less than 4 % elsewhere."""
     errors = {KNEE: [], "": []}
     for run in runs():
         if run.name.startswith("Cachew"):
@@ -141,11 +142,11 @@ def test_the_knee_is_where_the_formula_is_off():
 
 
 def test_what_a_rank_takes_in_and_receives_is_what_was_measured():
-    """As benchmarks/README.md has it for loader.py."""
+    """The constants are those of loader.py in benchmarks/README.md."""
     text = (ROOT / "benchmarks" / "README.md").read_text()
 
     def row(batches: str) -> list[float]:
-        """Speed, and ms of CPU time: of the training process, and of its workers."""
+        """Return speed, CPU ms of the training process, and CPU ms of its workers."""
         line = rf"\| {batches} \| data host \| ([\d.,]+) \S+ \| \w+ \| ([\d.]+) \| ([\d.]+) \|"
         return [float(number) for number in re.search(line, text).groups()]
 
@@ -163,7 +164,7 @@ def test_ranks_limit_the_step_as_the_network_does():
         measured = Measured("ml.p4d.24xlarge", 1000, **known, rank_gb_per_s=each)
         found = verdict.advise(measured, cores=cores).predict("ml.c5.18xlarge", 2)
         assert found["step time (ms)"] == pytest.approx(limit)
-        two = replace(measured, count=2)  # of which each has ranks of its own
+        two = replace(measured, count=2)  # each has its own ranks
         found = verdict.advise(two, cores=cores).predict("ml.c5.18xlarge", 4)
         assert found["step time (ms)"] == pytest.approx(limit / 2)
 
@@ -172,7 +173,7 @@ def test_the_advisor_says_where_ranks_are_what_makes_data_hosts_useless():
     measured = Measured("ml.p4d.24xlarge", 192, accelerator_ms=80, mb_per_step=1233)
     advice = verdict.advise(measured)
     assert advice.verdict == verdict.ON_GPU
-    assert "What the ranks take in is the limit" in advice.reasons[-2]
+    assert "The limit is how much data the ranks can receive" in advice.reasons[-2]
     assert advice.inputs["ranks"].startswith("256.9 ms = 1233 MB / (8 ranks x 0.6 GB/s)")
     more = replace(measured, rank_gb_per_s=3)
     assert verdict.advise(more).verdict == verdict.GO
@@ -185,7 +186,7 @@ def test_data_that_costs_more_to_receive_than_to_prepare_stays_where_it_is():
         advice = verdict.advise(measured, cores=cores)
         assert advice.verdict == said
     assert "161.3 ms of the training hosts' CPU time" in advice.reasons[-1]
-    larger = cores | {"ml.g5.2xlarge": 16}  # needs no data hosts
+    larger = cores | {"ml.g5.2xlarge": 16}  # with it, no data hosts are needed
     assert verdict.advise(measured, cores=larger).verdict == verdict.SCALE_UP
     tiny = Measured("ml.g5.xlarge", 0.15, accelerator_ms=0.05)  # 1.2 core-ms, and a batch's 1.3
     assert verdict.advise(tiny, cores=cores).verdict == verdict.STAY
@@ -194,7 +195,7 @@ def test_data_that_costs_more_to_receive_than_to_prepare_stays_where_it_is():
 
 
 def test_what_is_80_percent_busy_counts_as_80_percent():
-    """What the published TensorFlow job's hosts were: close to 100 %, and then to 80 %."""
+    """The published TensorFlow job's hosts were almost 100 % busy, and with data hosts 80 %."""
     settings = {"cpu_percent": 100, "kept_busy_percent": 80}
     measured = Measured("ml.p4d.24xlarge", 192, **settings)
     advice = verdict.advise(measured)

@@ -1,4 +1,4 @@
-"""The TensorFlow example's input pipeline, against plain references."""
+"""The TensorFlow example's input pipeline, compared with plain references."""
 
 import io
 from itertools import product
@@ -16,7 +16,7 @@ FILES, RECORDS = 5, 24  # records in each file
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    """Take TensorFlow's seconds in the process that runs these tests, not in all that collect."""
+    """Import TensorFlow, which takes seconds, only in the process that runs these tests."""
     global distributed, pipeline, tf
     import tensorflow as tf
 
@@ -26,14 +26,14 @@ def imports() -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """TFRecord files whose labels number the records through."""
+    """TFRecord files in which a record's label is its number."""
     folder = tmp_path_factory.mktemp("records")
     write_records(folder, FILES, RECORDS)
     return pipeline.find_files(f"{folder}/*.tfrecord")
 
 
 def labels(files: list[str], **settings) -> list[list[int]]:
-    """The labels of each batch."""
+    """Return the labels of each batch."""
     return [
         batch.tolist() for _, batch in pipeline.build(files, 16, **settings).as_numpy_iterator()
     ]
@@ -69,7 +69,7 @@ def test_ranks_together_see_every_record_once_in_each_pass(files: list[str], ran
 def test_workers_together_give_every_record_once_in_each_pass_with_its_label(
     files: list[str], monkeypatch: pytest.MonkeyPatch, workers: int
 ):
-    """The label is the image's number; a record's random numbers depend on the pass."""
+    """The label is the image's number; the seed of a record's random numbers grows by pass."""
     prepare = pipeline.prepare
 
     def prepare_and_tell(n: object, record: object, augment: int) -> tuple:
@@ -103,7 +103,7 @@ def test_endless_batches_are_full(files: list[str]):
     assert {len(numbers) for _, numbers in batches} == {50}
 
 
-def test_a_record_is_varied_anew_in_each_pass_and_the_same_by_the_same_seed(files: list[str]):
+def test_augmentation_differs_in_each_pass_and_repeats_with_the_seed(files: list[str]):
     def seen(seed: int) -> dict[int, list[np.ndarray]]:
         found: dict[int, list[np.ndarray]] = {}
         for images, numbers in pipeline.build(files, 1, 1, seed, passes=2).as_numpy_iterator():
@@ -122,5 +122,5 @@ def test_finer_augmentation_costs_more(files: list[str]):
 
 
 def test_files_that_are_not_there(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"No file fits training/\*"):
+    with pytest.raises(FileNotFoundError, match=r"No file matches training/\*"):
         pipeline.find_files("training/*")

@@ -1,7 +1,7 @@
-"""`distribute`: names, ranks, epochs, and what happens where no data hosts answer.
+"""`distribute`: names, ranks, epochs, and what happens if no data host answers.
 
-Which pipelines it takes: test_service_pipelines.py. Workers are in this process here;
-test_tensorflow.py has jobs.
+test_service_pipelines.py tests which pipelines it takes, and test_tensorflow.py tests jobs. Here
+the workers are in this process.
 """
 
 import os
@@ -25,7 +25,7 @@ SAMPLES = 400
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    """Take TensorFlow's seconds in the process that runs these tests, not in all that collect."""
+    """Import TensorFlow, which takes seconds, only in the process that runs these tests."""
     global Dataset, distribute, distributed, numpy_function, tf
     import tensorflow as tf
 
@@ -34,7 +34,7 @@ def imports() -> None:
     Dataset = tf.data.Dataset
 
 
-# ---- names, ranks and ends
+# ---- names, ranks and epochs
 
 
 def test_each_dataset_has_a_name_of_its_own():
@@ -58,7 +58,7 @@ def test_several_ranks_need_a_dataset_without_end():
 
 @pytest.mark.parametrize("hosts", ["", "nobody:1"])
 def test_ranks_that_would_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch, hosts: str):
-    """Those of jobs in test_tensorflow.py have joined, and get their samples."""
+    """test_tensorflow.py has jobs whose ranks have joined, and get their samples."""
     monkeypatch.setenv("HETERO_DATA_HOSTS", hosts)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="WORLD_SIZE is 2, but nothing keeps the ranks in step"):
@@ -85,14 +85,14 @@ def test_keras_keeps_epochs_of_a_dataset_that_ends():
 
 
 class Forgetful(set):
-    """For what several processes would do."""
+    """Forgets the names in use, as if several processes called `distribute`."""
 
     def __contains__(self, name: object) -> bool:
         return False
 
 
 def test_coordinated_reads_give_ranks_batches_of_one_round():
-    """And both ranks have part in it, each in a thread here."""
+    """Both ranks take part, each in a thread here."""
     rounds = Dataset.range(tf.int64.max).flat_map(lambda n: Dataset.from_tensors(n).repeat(2))
     seen: dict[int, list[int]] = {}
 
@@ -131,9 +131,9 @@ def test_without_data_hosts_a_dataset_stays_as_it_is(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("hosts", ["algo-1", "algo-1:", "algo-1:x", " "])
-def test_addresses_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch, hosts: str):
+def test_malformed_addresses_are_refused(monkeypatch: pytest.MonkeyPatch, hosts: str):
     monkeypatch.setenv("HETERO_DATA_HOSTS", hosts)
-    with pytest.raises(ValueError, match="HETERO_DATA_HOSTS begins with no HOST:PORT"):
+    with pytest.raises(ValueError, match="HETERO_DATA_HOSTS must begin with HOST:PORT"):
         distribute(Dataset.range(SAMPLES))
 
 
@@ -166,7 +166,7 @@ for batch in distribute(dataset.batch(10)):
 
 
 def run(address: str, slow: int = 0) -> tuple[int, str]:
-    """Run a training that waits for this dispatcher; return how it ends, and what it says."""
+    """Run a training that waits for this dispatcher; return its exit status and output."""
     environment = {"HETERO_DATA_HOSTS": address, "PYTHONPATH": str(CODE)}
     done = subprocess.run(
         [sys.executable, "-c", WAIT.format(slow=slow)],
@@ -183,19 +183,19 @@ def test_a_dispatcher_that_is_not_there_ends_the_training():
     status, said = run("127.0.0.1:1")
     assert status == 1
     assert re.search(
-        r"ConnectionError: distribute: for 6 s the dispatcher at 127.0.0.1:1 cannot be reached "
-        r"\(.*refused\)$",
+        r"ConnectionError: distribute: gave up after 6 s: the dispatcher at 127.0.0.1:1 cannot "
+        r"be reached \(.*refused\)$",
         said,
     )
 
 
-def test_so_does_one_without_workers():
+def test_a_dispatcher_without_workers_ends_the_training():
     with dispatcher_of(0) as address:
         status, said = run(address)
     assert status == 1
     what = f"no worker has come to the dispatcher at {address}"
     assert re.search(rf"distribute: no batch of training in \d s: {what}\n", said)
-    assert said.splitlines()[-1] == f"distribute: for 6 s {what}."
+    assert said.splitlines()[-1] == f"distribute: gave up after 6 s: {what}."
 
 
 def test_a_slow_first_batch_is_waited_for():

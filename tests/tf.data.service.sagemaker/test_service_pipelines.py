@@ -1,4 +1,4 @@
-"""Pipelines that data hosts run: the same samples as without them, or refused with what to do."""
+"""Pipelines give the same samples on data hosts as without them, or are refused with advice."""
 
 import os
 import random
@@ -17,7 +17,7 @@ SAMPLES, FILES = 400, 10
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    """Take TensorFlow's seconds in the process that runs these tests, not in all that collect."""
+    """Import TensorFlow, which takes seconds, only in the process that runs these tests."""
     global Dataset, distribute, distributed, pipelines, tf
     import tensorflow as tf
 
@@ -41,7 +41,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sources(folder: Path) -> dict[str, Callable[[], Any]]:
-    """Datasets of the numbers up to SAMPLES, by name."""
+    """Return functions that make Datasets of the numbers below SAMPLES, by name."""
 
     def names(suffix: str) -> list[str]:
         return sorted(map(str, folder.glob(f"*.{suffix}")))
@@ -76,12 +76,12 @@ def sources(folder: Path) -> dict[str, Callable[[], Any]]:
 
 
 def one(number: Any, label: Any) -> Any:
-    """A dataset of one sample."""
+    """Return a dataset of one sample."""
     return Dataset.from_tensors((number, label))
 
 
 def steps() -> dict[str, Callable[[Any], Any]]:
-    """What a pipeline of numbers and labels may do with them, by name."""
+    """Return steps that a pipeline of numbers and labels may have, by name."""
     auto, old = tf.data.AUTOTUNE, tf.data.experimental
     keys = tf.range(SAMPLES, dtype=tf.int64)
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, 7 * keys), -1)
@@ -161,7 +161,7 @@ def test_what_is_not_refused_gives_the_same_samples_with_their_labels(files: Pat
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(300 if "SOAK" in os.environ else 30))
-def test_nor_do_several_steps_give_others(files: Path, seed: int):
+def test_random_series_of_steps_give_the_same_samples_or_are_refused(files: Path, seed: int):
     draw = random.Random(seed)
     dataset = numbered(draw.choice([*sources(files).values()])())
     names = draw.choices([*steps()], k=draw.randrange(2, 7))
@@ -181,11 +181,11 @@ def test_nor_do_several_steps_give_others(files: Path, seed: int):
 
 
 def refused() -> dict[str, Callable[[Any], Any]]:
-    """What is refused, by words of the sentence."""
+    """Return steps that are refused, by words of the error."""
     variable = tf.Variable(0, dtype=tf.int64)
     batch = {"batch_size": 7, "drop_remainder": True}
     return {
-        "a zip, enumerate, image_dataset_from_directory or the like of Keras: samples": lambda d: (
+        "a zip, an enumerate, or a Keras utility like image_dataset_from_directory: s": lambda d: (
             Dataset.zip((d.map(lambda n: n), d.map(lambda n: 7 * n)))
         ),
         "enumerate": lambda d: d.enumerate(),
@@ -205,10 +205,10 @@ def refused() -> dict[str, Callable[[Any], Any]]:
         "a bucket_by_sequence_length": lambda d: d.shuffle(9).group_by_window(
             lambda n: n % 2, lambda _, window: window.batch(4), window_size=4
         ),
-        "a group_by_window that drops": lambda d: d.group_by_window(
+        "a group_by_window that may drop": lambda d: d.group_by_window(
             lambda n: n % 2, lambda _, window: window.batch(4, drop_remainder=True), window_size=4
         ),
-        "that drops or takes": lambda d: d.group_by_window(
+        "that may drop part": lambda d: d.group_by_window(
             lambda n: n % 2, lambda _, window: window.take(2).batch(4), window_size=4
         ),
         "a sample_from_datasets": lambda d: Dataset.sample_from_datasets(
@@ -223,9 +223,9 @@ def refused() -> dict[str, Callable[[Any], Any]]:
         ),
         "a batch with drop_remainder": lambda d: d.batch(**batch).repeat(),
         "drop_remainder=True: each": lambda d: d.map(lambda n: n[None]).padded_batch(**batch),
-        "enumerate, image": lambda d: d.snapshot("/nowhere"),
-        "or the like": lambda d: tf.keras.utils.timeseries_dataset_from_array([1, 2, 3], None, 2),
-        "a CSVDataset, which nobody has tried": lambda d: tf.data.experimental.CsvDataset(
+        "enumerate, or a Keras": lambda d: d.snapshot("/nowhere"),
+        "utility like": lambda d: tf.keras.utils.timeseries_dataset_from_array([1, 2, 3], None, 2),
+        "a CSVDataset, which has not been tested": lambda d: tf.data.experimental.CsvDataset(
             "no", [tf.int64]
         ),
         "a Python function": lambda d: d.map(
@@ -252,13 +252,13 @@ def test_what_would_be_wrong_is_refused_with_what_to_do(monkeypatch: pytest.Monk
 
 
 def test_a_directory_of_images_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Keras pairs paths with labels."""
+    """Keras zips paths with labels."""
     monkeypatch.setenv("HETERO_DATA_HOSTS", "nobody:1")
     for name in ("cats", "dogs"):
         (tmp_path / name).mkdir()
         tf.io.write_file(f"{tmp_path}/{name}/1.png", tf.io.encode_png(np.zeros((4, 4, 3), "uint8")))
     dataset = tf.keras.utils.image_dataset_from_directory(tmp_path)
-    with pytest.raises(ValueError, match=r"image_dataset_from_directory .*\(\(paths, labels\)\)"):
+    with pytest.raises(ValueError, match=r"image_dataset_from_directory: .*\(\(paths, labels\)\)"):
         distribute(dataset)
 
 

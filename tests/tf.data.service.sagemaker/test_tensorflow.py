@@ -1,4 +1,4 @@
-"""Training jobs of the TensorFlow example: batches, failures, and what remains."""
+"""Training jobs of the TensorFlow example: batches, failures and checkpoints."""
 
 import re
 import socket
@@ -29,7 +29,7 @@ TWO_AND_TWO = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 
 
 
 def put_records(folder: Path) -> str:
-    """Put records into a new folder and on S3; return where."""
+    """Write records into a new folder, and upload it; return its place in S3."""
     folder.mkdir()
     write_records(folder, FILES, RECORDS, classes=10)
     return upload(folder, f"s3://{BUCKET}/{folder.name}")
@@ -37,13 +37,13 @@ def put_records(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def records(local, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where on S3 records are."""
+    """The records' place in S3."""
     return put_records(tmp_path_factory.mktemp("records") / "a")
 
 
 @pytest.fixture
 def start(jobs: Jobs, records: str):
-    """Starts jobs of the example; `changes` are pairs of an old and a new text, by file."""
+    """Start jobs of the example; `changes` has pairs of an old and a new text, by file."""
 
     def start(groups: dict | None, changes: dict | None = None, **settings) -> Running:
         files = texts_in(CODE)
@@ -63,28 +63,28 @@ def start(jobs: Jobs, records: str):
             **settings,
         )
         job = Running(jobs, name)
-        assert job.environment  # remembered, for when it has ended
+        assert job.environment  # read while it runs, since it is needed afterwards
         return job
 
     return start
 
 
 def finish(job: Running, event_at: float = 0.0) -> tuple[dict, float]:
-    """Wait for the job's end, which leaves nothing behind; return how, and how late it came."""
+    """Wait until the job has ended and left nothing; return its description and the seconds."""
     answer = job.jobs.wait(job.name, seconds=200)
     assert_nothing_left(job)
     return answer, seconds_to_end(answer, since=event_at)
 
 
 def assert_completed(job: Running) -> dict:
-    """Wait for the job's end; return DescribeTrainingJob's answer."""
+    """Wait for the job, which must complete; return DescribeTrainingJob's answer."""
     answer, _ = finish(job)
     assert answer["TrainingJobStatus"] == "Completed", answer["FailureReason"]
     return answer
 
 
 def after_steps(job: Running, step: int = 8) -> None:
-    """Wait until the training is well under way."""
+    """Wait until the training has made some steps."""
     job.jobs.wait_for_log(job.name, f"step={step} ", seconds=120)
 
 
@@ -95,7 +95,7 @@ def test_the_runtime_is_the_same_as_in_the_pytorch_example():
     assert len({text[text.index("def whole(") : text.index("def parser(")] for text in texts}) == 1
 
 
-# Instead of training: what a rank gets in two passes over the records.
+# In place of the training script: prints what a rank gets in two passes over the records.
 COLLECT = """
 import json, os, sys, time, zlib
 import tensorflow as tf
@@ -111,14 +111,14 @@ while not os.path.exists("GO"):
     time.sleep(0.1)
 for n, (images, configs) in enumerate(batches):
     if n == 0:
-        ranks.mean([tf.zeros(())])  # or one rank takes them all while the other starts
+        ranks.mean([tf.zeros(())])  # waits for the other rank, or one would take everything
     worker = json.loads(configs[0].numpy())["current_host"]
     seen = [zlib.crc32((image.numpy() * 255).round().astype("uint8")) for image in images]
     print("seen", ranks.rank, worker, *seen, flush=True)
 """
-# Instead of the label: a file of the worker's.
+# In place of the label: a file that says which host the worker runs on.
 TELL_WORKER = 'example["label"]\n', 'tf.io.read_file("../../config/resourceconfig.json")\n'
-FEW_AT_ONCE = "SHUFFLE_RECORDS = 2048", "SHUFFLE_RECORDS = 20"  # or one worker takes them all
+FEW_AT_ONCE = "SHUFFLE_RECORDS = 2048", "SHUFFLE_RECORDS = 20"  # or one worker would take all
 
 
 def test_ranks_together_get_every_record_once_in_each_pass(start, tmp_path: Path):
@@ -151,7 +151,7 @@ def test_a_killed_rank_fails_the_job_at_once(start):
 
 
 def meet_strangers(job: Running) -> list[socket.socket]:
-    """Connect to all that the job listens on, and say nothing."""
+    """Connect to every port that the job listens on, and send nothing."""
     listening = {
         (c.laddr.ip if c.laddr.ip.startswith("127.") else "127.0.0.1", c.laddr.port)
         for process in job.processes()
@@ -178,12 +178,12 @@ def test_a_damaged_record_is_the_failure_reason(start, tmp_path: Path):
 
 
 def kill_data_server(job: Running, number: int) -> None:
-    """Kill a data host's server; wait until it is back, and training has gone on for long."""
+    """Kill a data host's server; wait until it is back, and training has done many more steps."""
     workers = sum("worker at" in line for line in job.log())
     job.kill_data_servers([number], times=1)
     job.jobs.wait_for_log(job.name, "worker at", seconds=60, times=workers + 1)
     done = max(int(line.split("=")[1].split()[0]) for line in job.log() if line.startswith("step="))
-    # Passes enough for the dispatcher to have given out all files again.
+    # Enough passes for the dispatcher to have handed out all files again.
     after_steps(job, done + 3 * FILES * RECORDS // (2 * HYPERPARAMETERS["batch-size"]))
 
 
@@ -193,7 +193,7 @@ TELL_WEIGHTS = (
     "    print(f'weights of {ranks.rank}: {weights}')\n"
     "    stopped = stopping and done",
 )
-# With it there is a worker beside the ranks, as on hosts with more cores than ranks.
+# This starts a worker beside the ranks, as on hosts with more cores than ranks.
 ONE_SPARE_CORE = ('    needed="first",', '    needed="first", spare_cores=1,')
 
 
@@ -214,17 +214,17 @@ def test_a_job_survives_its_data_servers_and_goes_on_from_its_checkpoint(start):
     job = start(groups, change, hyperparameters={"max-steps": last}, **goes_on)
     after_steps(job, last - 80)
     job.jobs.wait_for_log(job.name, "worker at", seconds=60, times=3)
-    strangers = meet_strangers(job)  # who keep it neither from training nor from ending
+    strangers = meet_strangers(job)  # which disturb neither training nor its end
     answer = assert_completed(job)
-    # TensorFlow takes up to a minute to destroy an iterator (issue 56490 has the like of it): the
-    # longer it was in use, the longer. Nobody waits for that here.
+    # TensorFlow takes up to a minute to destroy an iterator that was long in use (similar: its
+    # issue 56490). The example does not wait for that.
     end = next(line.time for line in monitoring.logs(job.name) if "training finished" in line.text)
     assert seconds_to_end(answer, since=end.timestamp()) < 10
     log = "\n".join(job.log())
     assert f"at step {stopped[1]}\n" in log and f"training finished after step {last}:" in log
     one, other = re.findall(r"^weights of \d: (.+)", log, re.MULTILINE)
-    assert one == other  # on both ranks, as if they were one
-    assert len(monitoring.steps(job.name)) == 99  # the first one is not measured
+    assert one == other  # both ranks have the same weights
+    assert len(monitoring.steps(job.name)) == 99  # the first step is not measured
     for stranger in strangers:
         stranger.close()
 
@@ -247,7 +247,7 @@ def test_resnet50_trains_here_too(tmp_path: Path):
         (
             None,
             {"distribution": "horovod"},
-            "No module named 'horovod': take an image with Horovod",
+            "No module named 'horovod'. Use an image with Horovod",
         ),
         (None, {"data-mode": "service"}, "--data-mode service needs data hosts"),
         (None, {"model": "large"}, "There is no model 'large': choose one of resnet50, small."),

@@ -22,7 +22,7 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def parser(fail: Callable[[str], None]) -> argparse.ArgumentParser:
-    """Return the hyperparameters' parser. For a wrong value it calls `fail` with a sentence."""
+    """Return the hyperparameters' parser. For a wrong value it calls `fail` with a message."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.error = fail
     add, gpus = parser.add_argument, int(os.environ.get("SM_NUM_GPUS", "0"))

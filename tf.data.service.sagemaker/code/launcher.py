@@ -2,10 +2,10 @@
 
     SourceCode(source_dir="code", command="exec python launcher.py")
 
-`exec` makes this process PID 1 of the container, the one that SageMaker sends SIGTERM to. The hosts
-of dnn_group train, with one rank for each GPU. The hosts of data_group run workers of
-tf.data.service; the first one also runs its dispatcher. One more worker runs on the cores that the
-ranks do not need.
+`exec` makes this process PID 1 of the container, which gets SageMaker's SIGTERM. The hosts of
+dnn_group train, with one rank for each GPU. The hosts of data_group run workers of tf.data.service;
+the first one also runs its dispatcher. One more worker runs on the cores that the ranks do not
+need.
 """
 
 import sys
@@ -13,7 +13,7 @@ import sys
 import arguments
 import hetero
 
-# SDK v2 also passes them as arguments, but it splits values at spaces.
+# SDK v2 also passes the hyperparameters as arguments, but splits their values at spaces.
 words = hetero.hyperparameters() or sys.argv[1:]
 args = arguments.parser(fail=hetero.fail).parse_args(words)
 channels = ["--channels", str(hetero.BASE_DIR / "input" / "data")]
@@ -23,5 +23,5 @@ hetero.run(
     train=[sys.executable, *horovod, "train_dnn.py", *words, *channels, *checkpoints],
     serve=[sys.executable, "train_data.py", *words, *channels],
     ranks=args.processes_per_host,
-    needed="first",  # it has the dispatcher
+    needed="first",  # the first data host runs the dispatcher
 )

@@ -19,7 +19,7 @@ from service import distribute
 SIDE, CHANNELS = 32, 3  # of the images that the model gets
 FILES_AT_ONCE = 4  # files that a data host reads at the same time
 AUTOTUNE = tf.data.AUTOTUNE
-SHUFFLE_RECORDS = 2048  # records that it holds in memory to choose from
+SHUFFLE_RECORDS = 2048  # records that `shuffle` holds in memory
 BLUR_SIDE, BLUR_SIGMA = 11, 1.5  # pixels
 MOST_ROTATION, MOST_ZOOM = math.radians(18), 0.1
 
@@ -32,7 +32,7 @@ def find_files(pattern: str) -> list[str]:
     folder, _, name = pattern.rpartition("/")
     files = sorted(str(path) for path in Path(folder).glob(name) if path.is_file())
     if not files:
-        raise FileNotFoundError(f"No file fits {pattern} in {Path.cwd()}.")
+        raise FileNotFoundError(f"No file matches {pattern} in {Path.cwd()}.")
     return files
 
 
@@ -133,7 +133,7 @@ def distort(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 
 
 def milliseconds_per_sample(files: list[str], augment: int, batches: int = 8) -> float:
-    """Measure the milliseconds of CPU time on one core for a sample, in some batches of 32."""
+    """Return the CPU time of a sample, in ms, measured over `batches` batches of 32."""
     records = tf.data.TFRecordDataset(files).repeat().enumerate()
     dataset = records.map(lambda n, record: prepare(n, record, augment)).batch(32)
     iterator = iter(dataset)

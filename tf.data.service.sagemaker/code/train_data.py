@@ -1,4 +1,4 @@
-"""What a data host runs: measures the cost of a sample, and then serves (service/serve.py).
+"""The program of a data host: measure what a sample costs, then serve (service/serve.py).
 
 A job that does not need to know the cost can run `service/serve.py` directly.
 """

@@ -35,7 +35,7 @@ Ranks = TensorFlowRanks | HorovodRanks  # this file does not depend on which one
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line. End the program with a sentence if its options do not fit together."""
+    """Read the command line. End the program with a message if the options are not consistent."""
     parser = arguments.parser(fail=lambda message: sys.exit(f"train_dnn.py: error: {message}"))
     add = parser.add_argument
     add("--channels", default=".", help="folder of the job's channels")
@@ -46,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     data_hosts = os.environ.get("HETERO_DATA_HOSTS")
     args.data_mode = args.data_mode or ("service" if data_hosts else "local")
     if args.data_mode == "service" and not data_hosts:
-        parser.error("--data-mode service needs data hosts: HETERO_DATA_HOSTS names none")
+        parser.error("--data-mode service needs data hosts, but HETERO_DATA_HOSTS is empty")
     return args
 
 
@@ -61,7 +61,7 @@ def main() -> str:
     try:
         model = build_model(args.model)
         batches = build_batches(args, ranks)
-    except (OSError, ValueError) as error:  # a missing file
+    except (OSError, ValueError) as error:  # such as a missing file
         sys.exit(f"train_dnn.py: error: {error}")
     optimizer = tf.keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
@@ -80,7 +80,7 @@ def main() -> str:
         # Warm up to the rate that all ranks' batches together allow (Goyal et al., 2017).
         warm = min(1.0, (done + 1) / args.warmup_steps) if args.warmup_steps else 1.0
         optimizer.learning_rate.assign(args.lr * (1 + (ranks.size - 1) * warm))
-        # These are the votes of the previous step: to read this step's, we would wait for the GPU.
+        # The votes of the previous step: reading this step's would mean waiting for the GPU.
         stopping = float(votes) > 0
         vote = tf.constant(float(stop_requested.is_set()))
         loss, votes = train_step(images, labels, vote)
@@ -98,7 +98,7 @@ def main() -> str:
             print(f"training was complete already: step={done}")
         else:
             print(f"training finished after step {done}: loss {float(loss):.4f}")
-    ranks.mean([tf.zeros(())])  # waits until all have saved: the others fail when a rank is gone
+    ranks.mean([tf.zeros(())])  # waits until all have saved: if one ends earlier, others fail
     return f"training stopped by SIGTERM after step {done}" if stopped else ""
 
 
@@ -120,7 +120,7 @@ def named_if_full(folder: str | Path, variables: list) -> Iterator[None]:
         yield
     except tf.errors.ResourceExhaustedError as error:
         why = os.strerror(errno.ENOSPC)
-        if why not in str(error):  # memory
+        if why not in str(error):  # memory is exhausted, not the disk
             raise
         size = sum(variable.numpy().nbytes for variable in variables)
         raise OSError(errno.ENOSPC, f"{why} for {size:,} bytes", str(folder)) from None
@@ -241,8 +241,8 @@ class StepLog:
     def write(self, step: int) -> None:
         """Print the means since the last line, for people and for regular expressions."""
         loss = float(self.loss) / self.steps
-        if not math.isfinite(loss):  # the same on all ranks
-            raise ValueError(f"loss={loss} at step {step}: see labels, learning rate")
+        if not math.isfinite(loss):  # it is the same on all ranks
+            raise ValueError(f"loss={loss} at step {step}: check the labels and the learning rate")
         seconds = time.perf_counter() - self.start
         if self.ranks.rank == 0:
             print(

@@ -1,7 +1,7 @@
-"""Which batch is asked for: what torch's DataLoader knows, and does not tell a Dataset.
+"""Finds out which batch a DataLoader asks for, which torch does not tell the Dataset.
 
-What reads torch's own variables is here; their names are those of torch 2.6 to 2.13. samples.py
-uses its WorkerInfo and ExceptionWrapper.
+The variables of torch that are read here have these names in torch 2.6 to 2.13. samples.py and
+iterate.py use other private parts of torch.
 """
 
 import sys
@@ -14,19 +14,19 @@ from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
 
 class Asked(NamedTuple):
-    """What the DataLoader that is asking knows."""
+    """What is known about the DataLoader that asks for samples."""
 
     seed: int  # torch draws it for each epoch; persistent workers keep their first epoch's
-    batch: int  # its number in the epoch; of a stream's first ones it says nothing
-    fetcher: Any  # a new object for each epoch, also in persistent workers; None: not there yet
+    batch: int  # its number in the epoch; has no meaning when a stream starts
+    fetcher: Any  # torch's, a new one for each epoch, even in persistent workers; None: not yet
     worker_init_fn: Callable | None
     num_workers: int
 
 
 def asked_for() -> Asked | None:
-    """Return what the DataLoader that is asking knows, or None for `dataset[0]` outside of one.
+    """Return what the calling DataLoader knows, or None outside of one, as for `dataset[0]`.
 
-    Raises RuntimeError in a DataLoader's worker whose code is not as expected.
+    Raises RuntimeError if there is a DataLoader, but its variables are not found.
     """
     frame, info, fetcher = sys._getframe(1), get_worker_info(), None
     while frame:
@@ -42,7 +42,8 @@ def asked_for() -> Asked | None:
         frame = frame.f_back
     if fetcher or info:
         raise RuntimeError(
-            f"torch {torch.__version__} keeps the number of a DataLoader's batch elsewhere: adapt "
-            "feed/epochs.py to it, since random numbers depend on that number"
+            f"feed cannot find the number of a DataLoader's batch in torch {torch.__version__}, "
+            "which random numbers depend on: use torch 2.6 to 2.13, and get samples only through "
+            "the DataLoader"
         )
     return None

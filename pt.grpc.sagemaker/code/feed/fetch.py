@@ -1,8 +1,8 @@
-"""How a process of the training script gets samples from the data hosts: who is asked, and when.
+"""How a process of the training script gets samples from the data hosts.
 
-A batch is cut into chunks, so many that all workers of all data hosts have something to do. Each
-host is asked for as many as its workers will prepare in the same time. When it fails, or a chunk is
-overdue, another host is asked for it too, if there is one: either answer will do.
+It cuts a batch into enough chunks to keep all workers of all data hosts busy, and gives each host
+as many as its workers can prepare in the same time. If a host fails or a chunk is overdue, it asks
+another host for the chunk too, if there is one, and takes the first answer.
 """
 
 import math
@@ -23,29 +23,30 @@ from feed.host import DataHost
 from feed.samples import Chunk, differ
 from feed.wire import Lost
 
-MOST_CALLS = 64  # at a time
+MOST_CALLS = 64  # at the same time
 CHUNKS_PER_WORKER = 2  # one is prepared while another one travels
-OVERDUE, OVERDUE_SECONDS = 4, 0.5  # times what was expected, and at least; then 16 times, ...
-GRACE_SECONDS = 1.0  # for the other hosts to get a Dataset, so that the first need not do it all
-PAUSE_SECONDS, LOOK_SECONDS = 0.5, 0.1  # until a host is asked again that failed, or is not ready
+# A chunk is overdue after 4 times its expected time (then 16 times, ...), and at least 0.5 s.
+OVERDUE, OVERDUE_SECONDS = 4, 0.5
+GRACE_SECONDS = 1.0  # to wait for the other hosts, so that the first one does not do all the work
+PAUSE_SECONDS, LOOK_SECONDS = 0.5, 0.1  # before a host that failed, or is not ready, is asked again
 
-own_random = random.SystemRandom()  # not the training's, and another one after each fork
+own_random = random.SystemRandom()  # leaves the training's random numbers alone; differs by process
 
 
 @dataclass(eq=False)
 class Task:
-    """A chunk to fetch; or, without one, the task of getting the Dataset to a host."""
+    """A chunk to fetch. Without a chunk: the task of giving a host the Dataset."""
 
     chunk: Chunk | None = None
-    asked: list[DataHost] = field(default_factory=list)  # hosts that have not failed since
+    asked: list[DataHost] = field(default_factory=list)  # hosts that have not answered yet
     calls: list[grpc.Call] = field(default_factory=list)
-    due: float = 0.0  # when another host shall be asked
+    due: float = 0.0  # when to ask another host
     is_over: bool = False
     samples: Any = None
 
 
 class Fetcher:
-    """Fetches the samples of a Dataset as it is when this is made, for one process.
+    """Fetches samples of a Dataset, as it is when the Fetcher is made, for one process.
 
     what: describes the Dataset. upload: returns a file with its pickle, whose SHA-256 is `digest`.
     """
@@ -61,19 +62,19 @@ class Fetcher:
     ):
         self.hosts = [DataHost(name, token, digest) for name in hosts]
         self.timeout, self.what, self.digest, self.upload = timeout, what, digest, upload
-        self.described: tuple[str, Any] | None = None  # a host, and what it says of the Dataset
+        self.described: tuple[str, Any] | None = None  # a host, and its summary of the Dataset
         self.pool, self.process = ThreadPoolExecutor(MOST_CALLS), os.getpid()
         self.running: set[Future] = set()
         self.came: queue.SimpleQueue[tuple[DataHost, Task, Any]] = queue.SimpleQueue()
-        self.since = 0.0  # silence counts from here: before, nobody was asked
+        self.since = 0.0  # when waiting began: silence before that does not count
         self.made_at = time.monotonic()
         fetchers.add(self)
 
     def fetch(self, whole: Chunk, is_divisible: bool, num_workers: int) -> Any:
         """Return the samples of a batch; raise what the Dataset raises, or ConnectionError.
 
-        To be called after `wait_for_host`. num_workers: processes like this one, each of which
-        asks for another batch.
+        Call `wait_for_host` first. num_workers: processes like this one, each of which fetches
+        another batch.
         """
         count, pieces = len(whole.indices), 1
         if is_divisible:
@@ -96,16 +97,16 @@ class Fetcher:
         finally:
             for task in tasks:
                 task.is_over = True
-                for call in task.calls:  # that another host has answered sooner
+                for call in task.calls:  # which may still run if another host was faster
                     call.cancel()
         if not is_divisible:
             return tasks[0].samples
         return [sample for task in tasks for sample in task.samples]
 
     def wait_for_host(self, failed: float = 0.0, others: float = GRACE_SECONDS) -> None:
-        """Wait until a host has the Dataset, and at first some seconds more for the others.
+        """Wait until a host has the Dataset and, at first, some seconds for the other hosts.
 
-        failed, others: how many for hosts that have failed, and for those that have not.
+        failed, others: seconds since the Fetcher was made, for hosts that failed and for the rest.
         """
         self.since = time.monotonic()
         while not (ready := self.ready()) or any(
@@ -116,7 +117,7 @@ class Fetcher:
             self.take()
 
     def ready(self) -> list[DataHost]:
-        """Return the hosts that have the Dataset, and have the others get it."""
+        """Return the hosts that have the Dataset, and start giving it to the others."""
         for host in self.hosts:
             if not host.workers and time.monotonic() > host.greet_at:
                 host.greet_at = math.inf  # until it has answered
@@ -124,11 +125,11 @@ class Fetcher:
         return [host for host in self.hosts if host.workers]
 
     def ask(self, task: Task) -> None:
-        """Ask the host for a chunk that has least to do, if there is one."""
+        """Ask the least busy host for a chunk, if a host is ready."""
         hosts, samples = self.ready(), len(task.chunk.indices)
         hosts = [host for host in hosts if host not in task.asked] or hosts
         if hosts:
-            usual = max(host.seconds for host in hosts) or 1.0  # for one that has not answered yet
+            usual = max(host.seconds for host in hosts) or 1.0  # for a host without any answer yet
             host = min(hosts, key=lambda host: host.load() * (host.seconds or usual))
             known = host.expected(samples) if host.seconds else self.timeout / OVERDUE
             patience = max(OVERDUE_SECONDS, known * OVERDUE ** (len(task.asked) + 1))
@@ -138,13 +139,13 @@ class Fetcher:
             self.start(host, task)
 
     def start(self, host: DataHost, task: Task) -> None:
-        """Ask a host in a thread."""
+        """Send a task to a host, in a thread."""
         future = self.pool.submit(self.run, host, task)
         self.running.add(future)
         future.add_done_callback(self.running.discard)
 
     def run(self, host: DataHost, task: Task) -> None:
-        """In a thread: ask a host."""
+        """Send a task to a host, and wait for the result. Runs in a thread."""
         try:
             if not task.chunk:
                 result = host.get_dataset(self.upload, self.what)
@@ -157,7 +158,7 @@ class Fetcher:
         self.came.put((host, task, result))
 
     def take(self) -> None:
-        """Take what comes next, or wait a moment for it."""
+        """Process the next result, or wait a moment for it."""
         try:
             host, task, result = self.came.get(timeout=0.05)
         except queue.Empty:
@@ -188,22 +189,22 @@ class Fetcher:
             host.workers, host.failure = workers, ""
 
     def compare(self, host: DataHost, about: tuple) -> None:
-        """Raise ValueError if what a callable has made there is not what others have."""
+        """Raise ValueError if a callable has made another Dataset there than on the first host."""
         first, known = self.described = self.described or (host.address, about)
         if differ(known, about):
             raise ValueError(
                 f"data hosts have different Datasets: that of {first} has {known[0]} samples, that "
-                f"of {host.address} has {about[0]}, or some are not alike. The callable must "
-                "return the same on all hosts, in the same order"
+                f"of {host.address} has {about[0]}, or some of their samples differ. The callable "
+                "must return the same samples on all hosts, in the same order"
             )
 
     def lose(self, host: DataHost, why: str) -> None:
-        """Take it that a host has failed, and ask it again after a pause."""
+        """Mark a host as failed, to be asked again after a pause."""
         host.greet_at = time.monotonic() + PAUSE_SECONDS
         host.workers = 0
         if not host.failure:
             host.failure = why
-            text = f"data host {host.address} failed ({why}): it is asked again, and others"
+            text = f"data host {host.address} failed ({why}): trying it again, and other hosts"
             print(f"feed: {text}", flush=True)
 
     def rest(self) -> None:
@@ -224,8 +225,8 @@ def rest() -> None:
         fetcher.rest()
 
 
-# gRPC can be used after a fork if no thread was in it: where the training process itself asks, as
-# without workers, it may fork later.
+# gRPC survives a fork only if no thread is using it. Without DataLoader workers, the training
+# process itself uses gRPC, and may fork later.
 os.register_at_fork(before=rest)
-# Before Python waits for the threads of the pools: a host that hangs would hold them up.
+# Runs before Python waits for the pools' threads, which a hanging host would block.
 threading._register_atexit(rest)

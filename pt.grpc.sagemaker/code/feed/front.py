@@ -1,4 +1,4 @@
-"""What a data host answers: which Datasets it has, and which worker prepares which chunk."""
+"""Answers a data host's calls: keeps its Datasets, and gives each chunk to a worker."""
 
 import hashlib
 import os
@@ -17,10 +17,10 @@ from feed.samples import as_error
 from feed.wire import DIED, RAISED, READY, UNKNOWN, WAITING, Reply, Request
 from feed.worker import CHUNK_SECONDS, Worker, new_process
 
-ATTEMPTS = 3  # at a chunk, and at a worker's start, over which processes end
-END_SECONDS = 5.0  # for a stream's process, once nobody reads it
-BEAT_SECONDS = 5  # between two replies that say that something is waited for
-MOST_DATASETS, MOST_MEMORY = 32, 0.4  # that are kept; share of the memory, by their pickles' size
+ATTEMPTS = 3  # for a chunk or a Dataset whose processes die or hang
+END_SECONDS = 5.0  # for a stream's process to end by itself, once nobody reads it
+BEAT_SECONDS = 5  # between two WAITING replies
+MOST_DATASETS, MOST_MEMORY = 32, 0.4  # to keep: number; share of memory, by their pickles' size
 
 
 class Copy:
@@ -29,11 +29,11 @@ class Copy:
     def __init__(self, state: int = WAITING, value: bytes = b""):
         self.state, self.value = state, value  # WAITING, then READY, or RAISED with the exception
         self.size, self.calls, self.used_at = 0, 0, time.monotonic()
-        self.holder: socket.socket | None = None  # the process that has it, and forks workers
+        self.holder: socket.socket | None = None  # to the process that has it, and forks workers
         self.is_dropped = False
 
     def is_held(self) -> bool:
-        """Whether the process that has it is alive."""
+        """Return whether the process that has it is alive."""
         try:
             return self.holder.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
@@ -43,12 +43,12 @@ class Copy:
 
 
 class Front:
-    """What answers the calls, each in a thread of gRPC's."""
+    """Answers each call in one of gRPC's threads."""
 
     def __init__(self, main: socket.socket, token: str, workers: int):
         self.main, self.token, self.workers, self.calls = main, token, workers, 0
         self.copies: dict[bytes, Copy] = {}  # by digest
-        self.deaths: Counter[bytes] = Counter()  # of their processes, by digest
+        self.deaths: Counter[bytes] = Counter()  # of the Datasets' processes, by digest
         self.lock = threading.RLock()
         self.tasks: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         for _ in range(workers):
@@ -57,10 +57,10 @@ class Front:
     def ask(
         self, request: bytes, context: Any, epochs: Iterator[bytes] | None = None
     ) -> Iterator[bytes]:
-        """Answer a call of Ask."""
+        """Answer an Ask call."""
         nonce, digest = wire.verify(self.token, context.invocation_metadata())
         if hashlib.sha256(request).digest() != digest:
-            raise ValueError("the request is not what its metadata announce")
+            raise ValueError("the request does not match the digest in its metadata")
         asked = pickle.loads(request)
         for reply, frames in self.answer(asked, context.is_active, epochs):
             reply = reply._replace(workers=self.workers, calls=self.calls)
@@ -69,19 +69,20 @@ class Front:
                 yield frames.popleft()
 
     def run(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Answer a call of Run."""
+        """Answer a Run call."""
         yield from self.ask(next(requests), context, requests)
 
     def answer(
         self, asked: Request, is_wanted: Callable[[], bool], epochs: Iterator[bytes] | None
     ) -> Iterator[tuple[Reply, deque]]:
-        """Yield Replies and their frames: WAITING every few seconds, until the last one."""
+        """Yield Replies with their frames: WAITING every few seconds, until the last one."""
         copy = self.copies.get(asked.dataset) or Copy(UNKNOWN)
         if copy.state == UNKNOWN and self.deaths[asked.dataset] >= ATTEMPTS:
-            text = "the Dataset's process has died: is there memory for it?"
+            text = "the Dataset's process has died: is there enough memory for it?"
             copy = Copy(RAISED, as_error(text))
         if copy.state != READY:
-            # Who asks for samples had it here: it has been dropped, and somebody uploads it again.
+            # A client asks for samples only after the Dataset was ready here. If it is WAITING now,
+            # it was dropped, and another client is uploading it again.
             state = UNKNOWN if asked.chunk and copy.state == WAITING else copy.state
             yield Reply(state, copy.value), deque()
             return
@@ -106,7 +107,7 @@ class Front:
     def run_stream(
         self, asked: Request, copy: Copy, epochs: Iterator[bytes], is_wanted: Callable[[], bool]
     ) -> Iterator[tuple[Reply, deque]]:
-        """Yield what a process of its own sends; it ends with the call."""
+        """Yield what a process of its own sends. The process ends with the call."""
         worker = None
         try:
             worker = Worker(copy.holder, CHUNK_SECONDS)
@@ -121,7 +122,7 @@ class Front:
             if worker and worker.is_over:
                 return
             how = worker.end(error) if worker else "cannot start"
-            print(f"feed: the process of a stream {how}", flush=True)
+            print(f"feed: a stream's process {how}", flush=True)
             if not copy.is_held():
                 self.drop(asked.dataset, copy, has_died=True)
             yield Reply(DIED, how.encode()), deque()
@@ -130,7 +131,7 @@ class Front:
                 worker.end(seconds=END_SECONDS)
 
     def mind_workers(self) -> None:
-        """In a thread: have chunks prepared one after the other, by a worker for each Dataset."""
+        """Have chunks prepared one by one, by one worker per Dataset. Runs in a thread."""
         workers: dict[Copy, Worker] = {}
         while True:
             digest, copy, chunk, is_wanted, answer = self.tasks.get()
@@ -146,19 +147,20 @@ class Front:
                     self.deaths.pop(digest, None)
                     break
                 except (OSError, EOFError) as error:
-                    failures.append(workers.pop(copy).end(error) if worker else "none can start")
-                    print(f"feed: a worker process: {failures[-1]}", flush=True)
+                    failures.append(workers.pop(copy).end(error) if worker else "cannot start")
+                    print(f"feed: a worker process {failures[-1]}", flush=True)
                 if not copy.is_held():
                     self.drop(digest, copy, has_died=True)
                 elif len(failures) == ATTEMPTS:
-                    text = f"worker processes: {', '.join(failures)}: is there memory for them?"
+                    how = ", ".join(failures)
+                    text = f"worker processes failed ({how}): is there enough memory for them?"
                     answer.put((Reply(RAISED, as_error(text)), deque()))
                     break
             if copy.is_dropped:
                 answer.put((Reply(UNKNOWN), deque()))
 
     def upload(self, frames: Iterator[bytes], context: Any) -> bytes:
-        """Answer a call of Upload: take the Dataset, unless it is here, or is coming."""
+        """Answer an Upload call: receive the Dataset, unless it is here or on its way."""
         nonce, digest = wire.verify(self.token, context.invocation_metadata())
         with self.lock:
             is_known = digest in self.copies
@@ -171,7 +173,7 @@ class Front:
                 os.write(payload, frame)
                 received.update(frame)
                 copy.size += len(frame)
-        except OSError:  # no more memory
+        except OSError:  # out of memory
             copy.state, copy.value = RAISED, as_error()
         finally:
             is_whole = copy.state == WAITING and received.digest() == digest
@@ -185,7 +187,7 @@ class Front:
         return wire.seal(self.token, nonce, Reply(state))
 
     def load(self, digest: bytes, copy: Copy, payload: int) -> None:
-        """In a thread: have a process hold a Dataset that has come."""
+        """Start a process that holds an uploaded Dataset. Runs in a thread."""
         began = time.monotonic()
         try:
             self.make_room(copy)
@@ -200,9 +202,9 @@ class Front:
         print(f"feed: a Dataset, {copy.size / 1e6:.1f} MB, made in {seconds:.1f} s", flush=True)
 
     def make_room(self, new: Copy) -> None:
-        """Drop Datasets that nobody asks for, least recently used first, where there are too many.
+        """If there are too many Datasets, drop unused ones, the least recently used first.
 
-        Each rank and each change of a Dataset in the training script may make another one.
+        Each rank, and each change of a Dataset in the training script, may add another one.
         """
         with self.lock:
             pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -216,7 +218,7 @@ class Front:
                     self.drop(digest, copy)
 
     def drop(self, digest: bytes, copy: Copy, has_died: bool = False) -> None:
-        """Forget a Dataset, which ends its processes: who asks for it uploads it again."""
+        """Forget a Dataset and end its processes. A client that still needs it uploads it again."""
         with self.lock:
             copy.is_dropped = True
             if self.copies.get(digest) is copy:

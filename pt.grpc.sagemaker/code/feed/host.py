@@ -1,4 +1,4 @@
-"""A data host, as a process of the training script knows it: what it is asked over gRPC."""
+"""The client of a data host, in a process of the training script: makes its gRPC calls."""
 
 import hashlib
 import math
@@ -19,75 +19,75 @@ from feed.travel import frames_of
 from feed.wire import Lost, Reply, Request
 
 CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", -1),  # a reply's pickle may be long
+    ("grpc.max_receive_message_length", -1),  # a reply's pickle may be large
     ("grpc.http2.lookahead_bytes", wire.FRAME),
     ("grpc.enable_http_proxy", 0),  # hosts of one job talk directly
     ("grpc.use_local_subchannel_pool", 1),  # a connection for each channel
     ("grpc.initial_reconnect_backoff_ms", 100),  # hosts of one job start at about the same time
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 10_000),  # the time that one attempt may take
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # the time limit of one attempt
     *wire.KEEPALIVE,
 ]
 
 
 class DataHost:
-    """A data host, asked for a Dataset that this digest names.
+    """A data host, from which a process gets samples of the Dataset with this digest.
 
-    Methods that ask it raise Lost if it does not answer, PermissionError if it refuses the token,
-    and whatever the Dataset has raised there.
+    Methods that call it raise Lost if it does not answer, PermissionError if its token differs, and
+    whatever the Dataset raises there.
     """
 
     def __init__(self, address: str, token: str, digest: bytes):
         self.address, self.token, self.digest, self.failure = address, token, digest, ""
         self.channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
-        self.open: set[Any] = set()  # calls
+        self.open: set[Any] = set()  # calls that have not ended
         self.heard_at = time.monotonic()  # its last sign of life
         self.workers = 0  # until it has the Dataset
-        self.greet_at = 0.0  # when it may be asked to get it
-        self.asked, self.others = 0, 0  # chunks that it is asked for: by us; by others, lately
+        self.greet_at = 0.0  # when to ask it next whether it has the Dataset
+        self.asked, self.others = 0, 0  # chunks that it prepares: for us; for others, lately
         self.luck = 0.0  # see load
-        self.seconds = 0.0  # that a worker takes for a sample, lately
+        self.seconds = 0.0  # that a worker takes for a sample: a moving average
 
     def share(self) -> float:
-        """Return how many of its workers there are for this rank."""
+        """Return how many of its workers there are for this process's rank."""
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         if dist.is_available() and dist.is_initialized():
             ranks = dist.get_world_size()
-        if self.address.startswith("unix"):  # a server on this host, for its own ranks
+        if self.address.startswith("unix"):  # a server on this host, only for the ranks here
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return self.workers / ranks
 
     def load(self) -> float:
-        """Return how many chunks it is asked for already, for each of its workers that are ours.
+        """Return how many chunks it prepares for us, divided by our share of its workers.
 
-        And a part of one more, by chance, drawn for each batch: no process knows what others ask a
-        host for meanwhile, and a host of few workers is not to get a chunk of each.
+        This adds a random part of a chunk, drawn for each batch: processes do not know what others
+        ask a host for, and must not all give a chunk to a host with few workers.
         """
         return (self.asked + self.luck) / (self.share() or 1e-9)
 
     def expected(self, samples: int) -> float:
-        """Return the seconds in which it would be done with so many samples more."""
+        """Return how many seconds it would take for another chunk with so many samples."""
         rounds = 1 + (self.asked + self.others) / max(1, self.workers)
         return rounds * samples * (self.seconds or 1e-3)
 
     def get_dataset(
         self, upload: Callable[[], IO[bytes]], what: str
     ) -> tuple[int, tuple | None] | None:
-        """Get the Dataset to it; return its number of workers once it has it.
+        """Give it the Dataset; return its number of workers, or None while it is not ready.
 
-        And what it says of a Dataset that a callable has made. upload: returns a file with the
-        Dataset's pickle. what: describes it.
+        Also returns its summary of the Dataset, if a callable makes it. upload: returns a file with
+        the Dataset's pickle. what: describes the Dataset.
         """
         reply, call = self.ask(None, [])
         if reply.state == wire.UNKNOWN:
             taken = self.put(upload)
             if taken.state == wire.UNKNOWN:
                 raise TypeError(
-                    f"{what}: it changes while it travels, or its pickle is another one each time. "
-                    "Give RemoteDataset a callable that makes the Dataset"
+                    f"{what}: its pickle differs each time, or the Dataset changes during the "
+                    "upload. Give RemoteDataset a callable that makes the Dataset"
                 )
-            if taken.state == wire.READY:  # else another process uploads it
-                print(f"feed: {what} has gone to data host {self.address}", flush=True)
+            if taken.state == wire.READY:  # otherwise another process uploads it
+                print(f"feed: {what} was sent to data host {self.address}", flush=True)
         if reply.state != wire.READY:
             call.cancel()
             return None
@@ -100,12 +100,12 @@ class DataHost:
         def frames() -> Iterator[bytes]:
             try:
                 yield from frames_of(upload())
-            except Exception as error:  # which gRPC, whose thread this is, would only log
+            except Exception as error:  # gRPC, whose thread runs this, would only log it
                 errors.append(error)
                 raise
 
         nonce, metadata = wire.sign(self.token, self.digest)
-        self.heard_at = math.inf  # it waits for us; when it is gone, gRPC notices
+        self.heard_at = math.inf  # it is silent during an upload; gRPC notices if it is gone
         try:
             call = self.channel.stream_unary(f"/{wire.SERVICE}/Upload").future
             sent = self.opened(call(frames(), metadata=metadata))
@@ -116,7 +116,7 @@ class DataHost:
             self.heard_at = time.monotonic()
 
     def get_chunk(self, chunk: Chunk, calls: list) -> list:
-        """Have it prepare a chunk, by a call that is added to `calls`; return the samples."""
+        """Have it prepare a chunk, and return the samples. Adds the call to `calls`."""
         reply, call = self.ask(chunk, calls)
         if reply.state != wire.READY:  # it has dropped the Dataset, or has been restarted
             self.workers = 0
@@ -128,7 +128,7 @@ class DataHost:
         return self.result(wire.decode, reply, call)
 
     def ask(self, chunk: Chunk | None, calls: list) -> tuple[Reply, grpc.Call]:
-        """Ask it, wait, and return its Reply, and the call, whose frames may follow."""
+        """Make an Ask call; return the Reply, and the call, whose frames may follow."""
         request, nonce, metadata = self.signed(chunk)
         ask = self.channel.unary_stream(f"/{wire.SERVICE}/Ask")
         call = self.opened(ask(request, metadata=metadata))
@@ -144,7 +144,7 @@ class DataHost:
     ) -> tuple[grpc.Call, Iterator[Reply]]:
         """Have it run a stream; return the call and its Replies.
 
-        epochs: one more begins for each b"" in it; None: no more will come.
+        epochs: each b"" that is put into it starts another epoch; None ends them.
         """
         request, nonce, metadata = self.signed(stream)
         epochs.put(request)
@@ -153,31 +153,31 @@ class DataHost:
         return call, self.replies(call, nonce)
 
     def signed(self, asked: Chunk | Stream | None) -> tuple[bytes, bytes, list]:
-        """Return a Request, and the nonce and the metadata of its call."""
+        """Return a pickled Request, and the nonce and the metadata of its call."""
         pickled = pickle.dumps(asked) if asked else b""
         request = pickle.dumps(Request(self.digest, pickled))
         return request, *wire.sign(self.token, hashlib.sha256(request).digest())
 
     def replies(self, call: grpc.Call, nonce: bytes) -> Iterator[Reply]:
-        """Yield the Replies of a call, between which frames may be taken from it."""
+        """Yield the Replies of a call. Between them, frames may be read from the call."""
         while True:
             reply = self.result(lambda: wire.unseal(self.token, nonce, next(call, b"")))
             self.heard_at = time.monotonic()
             yield reply
 
     def raised(self, value: bytes) -> Exception:
-        """Return what the Dataset has raised there."""
+        """Return the exception that the Dataset raised there."""
         return raised_again(f"on data host {self.address}", *pickle.loads(value))
 
     def opened(self, call: Any) -> Any:
-        """Remember a call until it has ended."""
+        """Remember a call until it ends, and return it."""
         self.open.add(call)
         if not call.add_callback(lambda: self.open.discard(call)):
             self.open.discard(call)
         return call
 
     def result(self, function: Callable, *arguments: Any) -> Any:
-        """Return what a function of gRPC's returns; raise Lost or PermissionError if it fails."""
+        """Return a gRPC function's result; raise Lost or PermissionError if it fails."""
         try:
             return function(*arguments)
         except grpc.RpcError as error:

@@ -1,7 +1,7 @@
 """A stream: the iterator of an IterableDataset, in a process of its own on a data host.
 
-The process is to the Dataset what worker w of W of a torch DataLoader is: it has its number, its
-random numbers and its `worker_init_fn`, and stays for the next epoch if the worker does.
+To the Dataset, the process looks like worker w of W of a torch DataLoader: it has that worker's
+number, random numbers and `worker_init_fn`, and lives on for the next epoch if the worker does.
 """
 
 import contextlib
@@ -21,28 +21,28 @@ from torch.utils.data._utils import worker as torch_worker
 from feed.samples import Asker, as_error
 from feed.wire import READY, WAITING, encode
 
-GROUP_SECONDS, GROUP_BYTES = 0.05, 4 << 20  # of samples that are sent together, about
+GROUP_SECONDS, GROUP_BYTES = 0.05, 4 << 20  # limits of a group of samples, which is sent as a whole
 END = object()
 TELL_SECONDS = 5  # between two signs of life while a stream is run forward
 
 
 class Stream(NamedTuple):
-    """What the samples of a stream depend on, and how far it is to be run forward."""
+    """What the samples of a stream depend on, and how many of them to skip."""
 
     seed: int  # the DataLoader's base seed
     worker: int  # w
-    num_workers: int  # W; 0: the DataLoader has no workers, or there is none
+    num_workers: int  # W; 0: no DataLoader, or one without workers
     asker: Asker
-    taken: list[int | None]  # samples of each epoch so far, the last one is now; None: all
+    taken: list[int | None]  # samples taken in each epoch, the current one last; None: all
 
 
 def run(dataset: Any, stream: Stream, asking: Connection, send: Callable) -> None:
-    """Iterate over the Dataset, and send its samples; an epoch more for each message that comes.
+    """Iterate over the Dataset and send its samples. A message from `asking` starts a new epoch.
 
-    send: is called with a Reply's state, value and parts. The value of a group of samples is the
-    epoch's number, for each sample its pickle and how many parts it has, and what comes after them:
-    None: more, "end", or an exception. Raises RuntimeError if what has been taken does not come
-    again, or would be lost.
+    send: called with a Reply's state, value and parts. The value of a group of samples has the
+    epoch's number, a list of each sample's pickle and number of parts, and what comes next: None
+    (more samples), "end", or an exception. Raises RuntimeError if the Dataset does not yield again
+    what was taken before, or if samples would be lost.
     """
     become_worker(dataset, stream)
     for epoch in itertools.count():
@@ -53,24 +53,24 @@ def run(dataset: Any, stream: Stream, asking: Connection, send: Callable) -> Non
             if epoch < len(stream.taken) - 1:
                 continue
             after = None
-            while after != "end" and not asking.poll():  # else the next epoch is asked for already
+            while after != "end" and not asking.poll():  # until the next epoch is asked for
                 samples, parts, after = gather(iterator)
                 send(READY, pickle.dumps((epoch, samples, after)), parts)
                 del parts
             asking.recv_bytes()
             if after != "end" and iterator is dataset:
                 raise RuntimeError(
-                    f"{type(dataset).__name__} is its own iterator, so samples that were prepared "
-                    "ahead of an epoch's end would be lost: let __iter__ begin anew, or do not "
-                    "leave epochs early"
+                    f"{type(dataset).__name__} is its own iterator, so an epoch that is left early "
+                    "would lose the samples that were prepared ahead: have __iter__ return a new "
+                    "iterator, or do not leave epochs early"
                 )
         finally:
             if isinstance(iterator, GeneratorType):
-                iterator.close()  # for what it has open
+                iterator.close()  # so that it closes its files
 
 
 def become_worker(dataset: Any, stream: Stream) -> None:
-    """Make of this process what torch's `_worker_loop` makes of a worker."""
+    """Set up this process as torch's `_worker_loop` sets up a worker."""
     seed = stream.seed + stream.worker
     random.seed(seed)
     np.random.seed(torch_worker._generate_state(stream.seed, stream.worker))
@@ -86,12 +86,12 @@ def become_worker(dataset: Any, stream: Stream) -> None:
 
 
 def run_forward(iterator: Iterator, steps: int | None, send: Callable) -> None:
-    """Drop so many samples, or all: another process has prepared them already."""
+    """Drop the first `steps` samples, or all if it is None: they were taken before."""
     told = time.monotonic()
     for step in itertools.count():
         if step == steps:
             return
-        with contextlib.suppress(BaseException):  # was raised in the training, which went on
+        with contextlib.suppress(BaseException):  # the training got this error, and went on
             if next(iterator, END) is END:
                 break
         if time.monotonic() > told + TELL_SECONDS:
@@ -99,9 +99,9 @@ def run_forward(iterator: Iterator, steps: int | None, send: Callable) -> None:
             send(WAITING, pickle.dumps(step), [])
     if steps is not None:
         raise RuntimeError(
-            f"run again after a data host was lost, the Dataset had {step} samples, of which "
-            f"{steps} had been taken before: have it give the same each time, by a seed in each of "
-            "its shuffles and files that stay as they are"
+            f"run again after a data host was lost, the Dataset had only {step} samples, but "
+            f"{steps} had been taken before: make it yield the same samples each time, with seeded "
+            "shuffles and unchanged files"
         )
 
 
@@ -112,12 +112,12 @@ def gather(iterator: Iterator) -> tuple[list[tuple[bytes, int]], list[memoryview
         while not samples or (size < GROUP_BYTES and time.monotonic() < until):
             value, parts = encode(next(iterator))
             size += len(value) + sum(part.nbytes for part in parts)
-            if size < GROUP_BYTES:  # the Dataset may use this memory for its next sample
+            if size < GROUP_BYTES:  # the Dataset may reuse this memory for its next sample
                 parts = [memoryview(bytes(part)) for part in parts]
             samples.append((value, len(parts)))
             all_parts += parts
     except StopIteration:
         return samples, all_parts, "end"
-    except BaseException:  # libraries in Rust raise it, for one, and no Exception
+    except BaseException:  # a panic in a Rust library is not an Exception
         return samples, all_parts, as_error()
     return samples, all_parts, None

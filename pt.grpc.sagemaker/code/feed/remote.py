@@ -1,10 +1,10 @@
-"""The line of a training script: a Dataset whose samples are prepared on data hosts.
+"""RemoteDataset: a Dataset whose samples are prepared on data hosts.
 
     dataset = RemoteDataset(MyDataset(...))
     loader = DataLoader(dataset, batch_size=64, sampler=sampler, num_workers=4, pin_memory=True)
 
-The DataLoader stays torch's: each of its worker processes asks the data hosts for the samples of
-its batch, and waits for them. Without data hosts the same samples are prepared here.
+The DataLoader is torch's own. Each of its worker processes asks the data hosts for the samples of
+its batch, and waits for them. Without data hosts, the worker prepares the same samples itself.
 """
 
 from collections.abc import Callable
@@ -21,24 +21,30 @@ __all__ = ["RemoteDataset", "as_is"]
 
 
 class RemoteDataset(Wrapper):
-    """A Dataset, prepared by the data hosts that HETERO_DATA_HOSTS names.
+    """A Dataset whose samples are prepared by the data hosts that HETERO_DATA_HOSTS names.
 
-    An IterableDataset becomes a RemoteStream: see streams.py. The rest is of map-style ones.
+    An IterableDataset becomes a RemoteStream: see streams.py. The rest is about map-style Datasets.
 
-    dataset: travels there as it is when a DataLoader worker starts (without workers: when an epoch
-    does). Or a callable that returns it, which is called there only, in each worker process.
-    collate_fn: joins batches there; the DataLoader's is then `as_is`. timeout: seconds without a
-    word from any data host after which getting samples raises ConnectionError.
+    Args:
+        dataset: The Dataset, which is sent to the data hosts as it is when a DataLoader worker
+            starts (without workers: when an epoch starts). Or a callable that returns it, which is
+            called only where samples are prepared, in each worker process.
+        collate_fn: Joins batches on the data hosts. The DataLoader's must then be `as_is`.
+        timeout: Seconds. If no data host answers for so long, ConnectionError is raised.
 
-    Any other attribute that is read or set is the Dataset's. What it raises there is raised here,
-    as by torch's own workers. Raises TypeError for what is no Dataset, and later for one that
-    cannot be pickled; PermissionError when a data host has another HETERO_TOKEN.
+    All other attributes are those of the Dataset, for reading and setting. Its exceptions are
+    raised here, as with torch's own workers.
+
+    Raises:
+        TypeError: `dataset` is not a Dataset. At the first sample, if it cannot be pickled.
+        ValueError: HETERO_DATA_HOSTS is set, but HETERO_TOKEN is not.
+        PermissionError: At the first sample, if a data host has another HETERO_TOKEN.
     """
 
     def __new__(cls, dataset: Any = None, *args: Any, **options: Any) -> Any:
         if isinstance(dataset, Wrapper):
-            raise TypeError("a RemoteDataset is given to RemoteDataset: give it the Dataset itself")
-        if isinstance(dataset, IterableDataset):  # which torch, too, tells by its class
+            raise TypeError("RemoteDataset got a RemoteDataset: give it the Dataset itself")
+        if isinstance(dataset, IterableDataset):  # torch checks the class, too
             return stream_of(dataset, *args, **options)
         return super().__new__(cls)
 
@@ -55,9 +61,9 @@ class RemoteDataset(Wrapper):
         object.__setattr__(self, "_source", Source(dataset, is_made, collate_fn, timeout))
 
     def start_at_batch(self, number: int) -> None:
-        """Number the batches of the next epochs from `number` on, to resume in mid-epoch.
+        """Number the batches of the next epochs from `number`, to resume in mid-epoch.
 
-        The random numbers of a batch depend on its number. Set it back to 0 for the next epoch.
+        A batch's random numbers depend on its number. Set it back to 0 before the epoch after that.
         """
         self._source.first_batch = number
 

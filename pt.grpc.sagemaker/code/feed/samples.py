@@ -1,7 +1,7 @@
-"""Prepare samples: the same ones whichever process does it, on whichever host.
+"""Prepares samples, which are the same in each process and on each host.
 
-The random numbers of a sample depend on its `Chunk` and its place there alone: before each sample
-the generators of Python, NumPy and torch are seeded, and those that the Dataset holds.
+A sample's random numbers depend only on its `Chunk` and its place there. Before each sample, the
+generators of Python, NumPy and torch are seeded, and those that the Dataset holds.
 """
 
 import contextlib
@@ -23,39 +23,39 @@ from feed.wire import encode, is_plain
 
 
 class Asker(NamedTuple):
-    """Who asks, as far as a Dataset can tell."""
+    """What a Dataset can find out about the process that asks for its samples."""
 
-    ranks: tuple[int, int] | None = None  # torch.distributed's rank and world size, if initialised
+    ranks: tuple[int, int] | None = None  # torch.distributed's rank and world size, if initialized
     environment: dict[str, str] = {}  # RANK and WORLD_SIZE
     init_fn: bytes = b""  # the DataLoader's pickled worker_init_fn
 
 
 class Chunk(NamedTuple):
-    """Some samples of a batch, and all that they depend on."""
+    """Some samples of a batch, and everything that they depend on."""
 
     indices: list = []  # whatever the sampler yields
-    start: int = 0  # the first one's place in the batch
-    batch: int = 0  # its number in the epoch
+    start: int = 0  # the first sample's place in the batch
+    batch: int = 0  # the batch's number in the epoch
     seed: tuple[int, ...] = ()  # of the epoch
     asker: Asker = Asker()
 
 
 def check_is_map_style(dataset: Any) -> None:
-    """Raise TypeError if it is not."""
+    """Raise TypeError if the Dataset is not map-style."""
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         raise TypeError(
-            f"a callable has made {name}: give RemoteDataset that IterableDataset itself"
+            f"the callable returned an IterableDataset ({name}): give RemoteDataset that one itself"
         )
     if not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"{name} is no Dataset: neither map-style, with __getitem__ and __len__, nor an "
+            f"{name} is not a Dataset: it must be map-style, with __getitem__ and __len__, or an "
             "IterableDataset"
         )
 
 
 def make(given: Callable) -> Any:
-    """Return the Dataset that a callable makes, the same one in each process."""
+    """Return the Dataset that a callable makes, with the same random numbers in each process."""
     begin(None, [], Chunk(), 0, None)
     dataset = given()
     check_is_map_style(dataset)
@@ -67,7 +67,7 @@ def prepare(
 ) -> Any:
     """Return the samples of a chunk as a list, or what `collate_fn` makes of them.
 
-    generators: that the Dataset holds.
+    generators: those that the Dataset holds.
     """
     if hasattr(dataset, "__getitems__"):
         begin(dataset, generators, chunk, chunk.start, chunk.indices)
@@ -84,9 +84,9 @@ def prepare(
 
 
 def begin(dataset: Any, generators: list, chunk: Chunk, place: int, index: Any) -> None:
-    """Seed all generators for what comes next, and let get_worker_info() tell that seed."""
+    """Seed all generators for the next sample, and have get_worker_info() report that seed."""
     random.seed(repr((chunk.seed, chunk.batch, place, index)))
-    seed = random.getrandbits(63)  # torch's are signed
+    seed = random.getrandbits(63)  # torch's seeds are signed
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, too
     for number, generator in enumerate(generators, 1):
@@ -104,9 +104,9 @@ def begin(dataset: Any, generators: list, chunk: Chunk, place: int, index: Any) 
 
 @contextlib.contextmanager
 def undisturbed(generators: list) -> Iterator[None]:
-    """Prepare samples in a process of the training script, whose random numbers shall not change.
+    """Keep the random state of the training script's process while it prepares samples itself.
 
-    One thread, as on data hosts, because more may add up in another order.
+    Uses one thread, as on data hosts, because several threads may add numbers in another order.
     """
     held = [*map(state_of, generators)]
     held += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
@@ -123,7 +123,7 @@ def undisturbed(generators: list) -> Iterator[None]:
 
 
 def state_of(generator: Any) -> tuple[Callable, Any]:
-    """Return what puts a generator's state back, and its state."""
+    """Return a function that restores a generator's state, and the state."""
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return lambda state: setattr(bits, "state", state), bits.state
@@ -132,9 +132,9 @@ def state_of(generator: Any) -> tuple[Callable, Any]:
 
 
 def stand_in_for_ranks() -> Callable[[Asker], None]:
-    """Have torch.distributed tell a Dataset on a data host the rank that asks for its samples.
+    """Have torch.distributed report, on a data host, the rank that asks for samples.
 
-    To be called before the Dataset's modules are imported. Returns what to call for each chunk.
+    Call this before the Dataset's modules are imported. Returns a function to call for each chunk.
     """
     asking: list[tuple[int, int] | None] = [None]
     dist.is_initialized = lambda: asking[0] is not None
@@ -151,9 +151,9 @@ def stand_in_for_ranks() -> Callable[[Asker], None]:
 
 
 def summary(dataset: Any, generators: list) -> tuple[int | None, bool, list[str], list[float]]:
-    """Return what is to be the same on all hosts, and what the training process asks of a Dataset.
+    """Return what must be the same on all hosts, and what the training process needs to know.
 
-    Its length, whether it has `__getitems__`, facts of some samples, and means of their numbers.
+    These are the length, whether there is a `__getitems__`, and facts and means of some samples.
     """
     is_whole = hasattr(dataset, "__getitems__")
     if not hasattr(dataset, "__len__"):
@@ -174,27 +174,27 @@ def summary(dataset: Any, generators: list) -> tuple[int | None, bool, list[str]
 
 
 def differ(one: tuple, other: tuple) -> bool:
-    """Whether two summaries are of different Datasets. CPUs may round differently."""
+    """Return whether two summaries are of different Datasets. CPUs may round differently."""
     return one[:3] != other[:3] or not np.allclose(one[3], other[3], 1e-3, 1e-3, equal_nan=True)
 
 
 def as_error(text: str = "") -> bytes:
-    """Return the exception that is being handled, or a RuntimeError, as it travels."""
+    """Pickle the exception that is being handled, or a RuntimeError with this text."""
     wrapper, kind = ExceptionWrapper() if not text else None, RuntimeError
     if wrapper and issubclass(wrapper.exc_type, Exception):
         kind = wrapper.exc_type
     try:
         kind = encode(kind)[0]
-    except Exception:  # such as a class within a function
+    except Exception:  # such as a class that is defined in a function
         kind = encode(RuntimeError)[0]
     return encode((kind, text or wrapper.exc_msg))[0]
 
 
 def raised_again(where: str, kind: bytes, text: str) -> Exception:
-    """Return an exception of a data host as torch makes those of its workers."""
+    """Return an exception of a data host, rebuilt as torch rebuilds those of its workers."""
     wrapper = ExceptionWrapper.__new__(ExceptionWrapper)
     wrapper.exc_type, wrapper.exc_msg, wrapper.where = RuntimeError, text, where
-    with contextlib.suppress(Exception):  # such as of a module that is not there
+    with contextlib.suppress(Exception):  # such as a class from a module that is missing here
         wrapper.exc_type = pickle.loads(kind)
     try:
         wrapper.reraise()

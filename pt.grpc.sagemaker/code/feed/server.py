@@ -1,10 +1,10 @@
-"""A data host: prepares samples of the Datasets that training scripts send.
+"""The server of a data host, which prepares samples of the Datasets that training scripts send.
 
     HETERO_TOKEN=... python -m feed.server [HOST:PORT] [--workers N]
 
-It knows nothing of their code, and serves until SIGTERM those who have the job's token. The main
-process forks others, and so has no threads: one that speaks gRPC (front.py), and those that have
-the Datasets (worker.py).
+It needs none of their code. Until SIGTERM, it serves clients that have the job's token. The main
+process has no threads, so that it can fork the others: one that uses gRPC (front.py), and those
+that hold the Datasets (worker.py).
 """
 
 import os
@@ -27,25 +27,25 @@ from feed import wire
 from feed.front import Front
 from feed.worker import fork, fork_for_each, hold
 
-MOST_CALLS = 2048  # at a time; each holds at most one reply
+MOST_CALLS = 2048  # at the same time; each holds at most one reply
 REFUSAL_SECONDS = 10  # between two lines about refused calls
 OPTIONS = [
-    ("grpc.so_reuseport", 0),  # else a second server on this port would take some of the calls
+    ("grpc.so_reuseport", 0),  # or a second server on this port would take some of the calls
     ("grpc.max_receive_message_length", 64 << 20),  # a chunk's indices and worker_init_fn
-    ("grpc.http2.max_ping_strikes", 0),  # let clients check on us as often as they like
+    ("grpc.http2.max_ping_strikes", 0),  # clients may ping as often as they like
     *wire.KEEPALIVE,
 ]
 
 
 def serve(its: socket.socket, main: socket.socket, address: str, token: str, workers: int) -> None:
     """Serve until the main process ends."""
-    import grpc  # not before the fork
+    import grpc  # only after the fork
 
     its.close()
     front, printed_at = Front(main, token, workers), [-REFUSAL_SECONDS]
 
     class TokenCheck(grpc.ServerInterceptor):
-        """Refuses calls of others, before it waits for their message or does anything."""
+        """Refuses calls without the job's token, before it reads their messages."""
 
         def intercept_service(self, continuation: Callable, call: Any) -> Any:
             is_ours = wire.verify(token, call.invocation_metadata)
@@ -55,7 +55,7 @@ def serve(its: socket.socket, main: socket.socket, address: str, token: str, wor
         if time.monotonic() > printed_at[0] + REFUSAL_SECONDS:
             printed_at[0] = time.monotonic()
             print(f"feed: refused a call from {context.peer()}: wrong or missing token", flush=True)
-        text = "wrong or missing token: have both the same HETERO_TOKEN?"
+        text = "wrong or missing token: do both sides have the same HETERO_TOKEN?"
         context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
     refusal = grpc.stream_stream_rpc_method_handler(refuse)
@@ -74,15 +74,15 @@ def serve(its: socket.socket, main: socket.socket, address: str, token: str, wor
     try:
         server.add_insecure_port(address)
     except RuntimeError:
-        sys.exit(f"feed: cannot listen at {address!r}: in use, or not this host's")
+        sys.exit(f"feed: cannot listen on {address!r}: it is in use, or not this host's address")
     server.start()
     print(f"serving at {address} workers={workers}", flush=True)
     server.wait_for_termination()
 
 
 def main() -> None:
-    """Fork the front, and the processes that it asks for."""
-    parser = argparse.ArgumentParser(description="Prepares samples of Datasets that come to it.")
+    """Fork the process that uses gRPC, and the processes that it asks for."""
+    parser = argparse.ArgumentParser(description="Prepares samples of Datasets that clients send.")
     add = parser.add_argument
     at = os.environ.get("HETERO_SERVE_AT")  # set by hetero/
     add(
@@ -90,25 +90,25 @@ def main() -> None:
         metavar="HOST:PORT",
         nargs="?",
         default=at,
-        help="where to serve; HETERO_SERVE_AT",
+        help="where to serve; default: HETERO_SERVE_AT",
     )
     cores = len(os.sched_getaffinity(0))
-    add("--workers", type=int, default=cores, help="processes; default: one a core")
+    add("--workers", type=int, default=cores, help="worker processes; default: one per core")
     args = parser.parse_args()
     token = os.environ.get("HETERO_TOKEN", "")
     if not token:
         parser.error("HETERO_TOKEN must be the job's token")
     if not args.address:
-        parser.error("HOST:PORT is missing: where to serve")
+        parser.error("HOST:PORT is missing: give it, or set HETERO_SERVE_AT")
     if args.workers < 1:
         parser.error("--workers must be 1 or more")
     forked: list[int] = []  # a process for each Dataset
 
     def end(*_: Any) -> None:
-        """End the main process as it should: a second SIGTERM changes nothing."""
+        """Exit normally, even if a second SIGTERM comes."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not forked:
-            print("feed: no Dataset has come: is RemoteDataset around the script's?", flush=True)
+            print("feed: no Dataset was sent: does the script use RemoteDataset?", flush=True)
         sys.exit()
 
     signal.signal(signal.SIGTERM, end)
@@ -117,7 +117,7 @@ def main() -> None:
     its.close()
     with contextlib.suppress(KeyboardInterrupt):
         fork_for_each(ours, hold, forked)
-        sys.exit("feed: the process that serves has ended")
+        sys.exit("feed: the gRPC process has ended")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ MOST_INIT_FN = 8 << 20  # bytes of a pickled worker_init_fn, which goes with eac
 
 
 def as_is(batch: Any) -> Any:
-    """Return the batch: the DataLoader's collate_fn where RemoteDataset has one."""
+    """Return the batch unchanged: the DataLoader's collate_fn if RemoteDataset has one."""
     return batch
 
 
@@ -36,13 +36,13 @@ class Source:
         self.hosts = [host for host in os.environ.get("HETERO_DATA_HOSTS", "").split(",") if host]
         self.token, self.timeout = os.environ.get("HETERO_TOKEN", ""), timeout
         if self.hosts and not self.token:
-            raise ValueError("RemoteDataset needs HETERO_TOKEN, the job's token, to ask data hosts")
+            raise ValueError("RemoteDataset needs HETERO_TOKEN, the job's token, to use data hosts")
         self.first_batch, self.process = 0, 0
-        self.ranks: tuple[int, int] | None = None  # those of the process that spawns this one
+        self.ranks: tuple[int, int] | None = None  # those of the process that spawned this one
         self.look_around()
 
     def __getstate__(self) -> dict:
-        """Pickle it for a process that is spawned, in which the script is not `__main__`."""
+        """Pickle this for a spawned process, in which the script is not `__main__`."""
         file = io.BytesIO()
         dump(file, not self.hosts, dataset=self.given, collate_fn=self.collate_fn)
         own = "is_made", "hosts", "token", "timeout", "first_batch"
@@ -56,37 +56,37 @@ class Source:
         self.__dict__.update(state, process=0)
 
     def begin_process(self) -> None:
-        """Forget what belongs to the process that this one was forked from."""
+        """Forget the state of the process that this one was forked from."""
         if self.process != os.getpid():
-            # What it has of gRPC's must not be freed here.
+            # The parent's gRPC objects must not be freed here.
             self.inherited = self.__dict__.get("fetcher"), self.__dict__.get("stream")
             self.process, self.fetcher = os.getpid(), None
             self.is_changed, self.was_reached = True, False
             self.dataset = self.given if self.is_made else None
             self.generators: list = []
-            self.seen = self.batch = None  # the fetcher of the epoch, and what it asked for last
-            self.stream, self.is_kept = None, False  # of an IterableDataset; see connect
+            self.seen = self.batch = None  # torch's fetcher of the epoch, and its last batch
+            self.stream, self.is_kept = None, False  # a RemoteStream's stream; see connect
             self.epoch = self.place = -1
             self.noticed, self.pickled_init_fn = set(), b""
             if get_worker_info() and (parent := multiprocessing.parent_process()):
-                # torch's own watch does not look while samples are waited for.
+                # torch's own watchdog does not check while this process waits for samples.
                 threading.Thread(target=end_with, args=(parent,), daemon=True).start()
 
     def to_reach(self, name: str) -> Any:
-        """Return the Dataset, for an attribute."""
+        """Return the Dataset, to read or set its attribute `name`."""
         if not self.is_made:
             raise AttributeError(
                 f"{name!r} cannot be reached: a callable makes the Dataset on the data hosts. "
-                "Give RemoteDataset the Dataset itself, or keep what you need of it elsewhere"
+                "Give RemoteDataset the Dataset itself, or keep the value elsewhere"
             )
         self.begin_process()
         if self.hosts and get_worker_info() and not self.fetcher and not asked_for().fetcher:
-            self.connect(keep=True)  # it is a worker_init_fn that asks, which may change it
+            self.connect(keep=True)  # a worker_init_fn asks for it, and may change it
         self.was_reached = True
         return self.given
 
     def look_around(self) -> tuple[int, int] | None:
-        """Return torch.distributed's rank and world size; None if this rank is in no group."""
+        """Return torch.distributed's rank and world size, or None if this rank is in no group."""
         ranks = self.ranks
         if dist.is_available() and dist.is_initialized():
             ranks = dist.get_rank(), dist.get_world_size()
@@ -95,7 +95,7 @@ class Source:
         return ranks
 
     def length(self) -> int:
-        self.look_around()  # samplers ask in each epoch, before workers start
+        self.look_around()  # samplers ask for the length in each epoch, before workers start
         self.begin_process()
         if self.is_made:
             return len(self.given)
@@ -106,7 +106,7 @@ class Source:
         return self.fetcher.described[1][0]
 
     def made(self) -> Any:
-        """Return the Dataset of this process."""
+        """Return this process's own Dataset."""
         if self.dataset is None:
             with undisturbed([]):
                 self.dataset = make(self.given)
@@ -115,7 +115,7 @@ class Source:
     def get(self, indices: list, asked: Asked | None, is_batch: bool) -> Any:
         """Return the samples, or the batch if there is a collate_fn."""
         self.begin_process()
-        self.is_changed |= self.was_reached and not asked  # there is no epoch, so at any time
+        self.is_changed |= self.was_reached and not asked  # without an epoch, at any time
         seed, number = self.where(asked)
         is_ready = is_batch and asked and asked.fetcher.collate_fn is as_is
         if self.collate_fn and not is_ready:
@@ -140,39 +140,39 @@ class Source:
         return self.fetcher.fetch(chunk, is_divisible, asked.num_workers if asked else 1)
 
     def asker(self, asked: Asked | None) -> Asker:
-        """Return who asks; raise RuntimeError if this rank trains alone, beside others."""
+        """Describe this rank; raise RuntimeError if it would train alone, apart from the others."""
         ranks = self.look_around()
         if asked and world_size() > 1 and not Source.were_together:
             raise RuntimeError(
                 f"WORLD_SIZE is {world_size()}, but torch.distributed has a process group of "
                 f"{ranks[1] if ranks else 1} here, so each rank would train alone, on all samples. "
-                "Before the first batch call init_process_group(), or what your framework has for "
-                "it: README's table of scripts names it. If this is what you want, or something "
-                "else keeps the ranks in step, remove WORLD_SIZE from os.environ"
+                "Call init_process_group() before the first batch, or do what your framework needs "
+                "('Several ranks' in job.md). If this is what you want, or if something else "
+                "keeps the ranks in step, remove WORLD_SIZE from os.environ"
             )
         names = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
         return Asker(ranks, {name: os.environ[name] for name in names}, self.init_fn(asked))
 
     def init_fn(self, asked: Asked | None) -> bytes:
-        """Return the worker_init_fn, pickled; not with the Dataset, as ranks may have their own."""
+        """Return the pickled worker_init_fn. Unlike the Dataset, it may differ between ranks."""
         if asked and asked.worker_init_fn and self.hosts and not self.pickled_init_fn:
             file = io.BytesIO()
             dump(file, worker_init_fn=asked.worker_init_fn)
             self.pickled_init_fn = file.getvalue()
             if b"RemoteDataset" in self.pickled_init_fn or b"RemoteStream" in self.pickled_init_fn:
                 raise TypeError(
-                    "worker_init_fn uses the RemoteDataset, but is called on data hosts: let it "
-                    "take the Dataset from get_worker_info().dataset"
+                    "worker_init_fn uses the RemoteDataset, but runs on data hosts: have it take "
+                    "the Dataset from get_worker_info().dataset"
                 )
             if (size := len(self.pickled_init_fn)) > MOST_INIT_FN:
                 raise ValueError(
-                    f"worker_init_fn takes {size / 1e6:.0f} MB along, with each request: let it be "
-                    "a function that does not use the Dataset or the model"
+                    f"the pickled worker_init_fn has {size / 1e6:.0f} MB, too much for each "
+                    "request: use a function that does not refer to the Dataset or the model"
                 )
         return self.pickled_init_fn
 
     def where(self, asked: Asked | None) -> tuple[tuple[int, ...], int]:
-        """Return the seed and number of the batch that is asked for, and find the place there."""
+        """Return the epoch's seed and the batch's number, and set `place` if the batch is new."""
         if not asked:  # dataset[0], which must not take the training's random numbers
             self.place = max(0, self.place)
             return (torch.initial_seed(),), -1
@@ -189,15 +189,15 @@ class Source:
     def connect(self, keep: bool = False) -> None:
         """Have the data hosts get the Dataset as it is now.
 
-        It is pickled for its digest, and again for each host that it is uploaded to, so that it is
-        never all in memory; or once, into a file, to `keep` it as it is.
+        It is pickled once for its digest, and again, into a file, for each upload, so the pickle is
+        never in memory as a whole. With `keep`, it is pickled once, into a file that is kept.
         """
         if self.fetcher and not self.is_changed:
             return
         parts = {"dataset": self.given, "is_made": self.is_made, "collate_fn": self.collate_fn}
 
-        def write(to: Any) -> dict[str, str]:  # without `self`, which is to go with its last user
-            pickle.dump(paths_beside_script(), to)  # first, as the rest may need them
+        def write(to: Any) -> dict[str, str]:  # without `self`, which it would keep alive
+            pickle.dump(paths_beside_script(), to)  # first, as the other parts may need them
             return dump(to, **parts).globals
 
         def upload() -> IO[bytes]:
@@ -220,23 +220,23 @@ class Source:
         self.fetcher = Fetcher(self.hosts, self.token, self.timeout, what, sha256, upload)
 
     def notice(self, is_batch: bool, is_divisible: bool, asked: Asked | None) -> None:
-        """Say once what makes it slow."""
+        """Print once why getting samples is slow, if it is."""
         name, text, info = "the Dataset", "", get_worker_info()
         if self.is_made:
             name = type(self.given).__name__
         if asked and not is_batch:
-            text = "samples are asked for one by one: set batch_size, and put RemoteDataset around "
-            text += "a ConcatDataset, not into it"
+            text = "the DataLoader asks for samples one by one: set batch_size; with a "
+            text += "ConcatDataset, put RemoteDataset around it, not inside"
         elif not is_divisible and not self.collate_fn:
             text = f"{name} has __getitems__, so each batch is prepared by one process: set "
-            text += "num_workers to as many as there are"
+            text += "num_workers to the data hosts' number of cores"
         if text and text not in self.noticed and (not info or info.id == 0):
             self.noticed.add(text)
             print(f"feed: {text}", flush=True)
 
 
 class Wrapper(Dataset):
-    """What stands in a Dataset's place: all attributes but its own ones are the Dataset's."""
+    """Stands in for a Dataset: all attributes except its own are those of the Dataset."""
 
     _source: Source
 
@@ -255,7 +255,7 @@ class Wrapper(Dataset):
 
 
 def world_size() -> int:
-    """Return how many ranks the environment says that there are."""
+    """Return the number of ranks that the environment names."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 

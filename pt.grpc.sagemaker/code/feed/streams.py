@@ -1,10 +1,10 @@
-"""The line for an IterableDataset: each of a DataLoader's workers has a stream on a data host.
+"""RemoteDataset for an IterableDataset: each DataLoader worker has a stream on a data host.
 
     dataset = RemoteDataset(wds.WebDataset(urls).decode("pil").map(augment))
     loader = DataLoader(dataset, batch_size=64, num_workers=16)
 
-The samples are those of a DataLoader with as many workers, in the same order, as the Dataset shares
-itself out among them. A stream that is lost is opened at another data host, and run forward.
+The samples and their order are those of a plain DataLoader with as many workers, among which the
+Dataset divides itself. If a stream is lost, it is opened on another data host, and run forward.
 """
 
 import itertools
@@ -30,32 +30,32 @@ from feed.iterate import Stream
 from feed.source import Source, Wrapper
 from feed.wire import Lost
 
-START_SECONDS = 5.0  # for a host's server to be there, as a stream stays where it is opened
-HANGS_SECONDS = 300.0  # that a stream's process may be silent over a sample
-ATTEMPTS = 5  # at a sample over which streams are lost
+START_SECONDS = 5.0  # to wait for hosts that failed, since a stream stays where it is opened
+HANGS_SECONDS = 300.0  # if a sample takes longer, the stream's process counts as hanging
+ATTEMPTS = 5  # for a sample, if its stream is lost each time
 SAY_SECONDS = 60.0  # between two lines about a stream that is run forward
 
-opened = 0  # streams in this process, if it is a DataLoader's worker
+opened = 0  # streams that this process, a DataLoader's worker, has opened
 
 
 def stream_of(dataset: IterableDataset, collate_fn: Any = None, timeout: float = 60.0) -> Any:
-    """Return the RemoteStream of an IterableDataset; raise TypeError where that is not possible."""
+    """Return a RemoteStream for an IterableDataset; raise TypeError if that is not possible."""
     kind, name = type(dataset), type(dataset).__name__
     has_items = getattr(kind, "__getitem__", None) is not Dataset.__getitem__
     if isinstance(dataset, IterDataPipe):
         raise TypeError(
-            f"{name} is a datapipe, which torch's DataLoader itself shares out among its workers: "
+            f"{name} is a datapipe, which torch's DataLoader itself divides among its workers: "
             "write it as an IterableDataset"
         )
     if has_items and hasattr(kind, "__len__"):
         raise TypeError(
-            f"{name} is both an IterableDataset and map-style. If its workers must be on one host, "
-            "as StreamingDataset's, it cannot be on data hosts. Else give RemoteDataset an "
-            "IterableDataset around it, or a Dataset, with its __getitem__ alone"
+            f"{name} is both an IterableDataset and map-style. If its workers must share a host, "
+            "as StreamingDataset's must, it cannot run on data hosts. Otherwise wrap it in a plain "
+            "IterableDataset, or in a Dataset that only has its __getitem__"
         )
     if collate_fn:
         raise TypeError(
-            f"collate_fn is for map-style Datasets: let {name} itself make batches, and give the "
+            f"collate_fn is for map-style Datasets: have {name} make batches, and give the "
             "DataLoader batch_size=None"
         )
     return (SizedStream if hasattr(kind, "__len__") else RemoteStream)(dataset, timeout)
@@ -70,8 +70,8 @@ class RemoteStream(Wrapper, IterableDataset):
     def __getattr__(self, name: str) -> Any:
         if name in ("state_dict", "load_state_dict"):
             raise AttributeError(
-                f"{name}: the iterators are on the data hosts, and how far they are, too. Call it "
-                "before RemoteDataset, or skip the batches that have been trained on"
+                f"{name} is not available, because only the data hosts have the iterators. Call it "
+                "before RemoteDataset, or skip the batches that you have trained on"
             )
         return super().__getattr__(name)
 
@@ -82,7 +82,7 @@ class RemoteStream(Wrapper, IterableDataset):
         asker = source.asker(asked)
         if not source.hosts:
             return iter(source.given)
-        source.is_changed |= not source.is_kept  # it may have changed in ways that nobody sees
+        source.is_changed |= not source.is_kept  # it may have changed unnoticed
         source.connect()
         stream = Stream(
             asked.seed if asked else torch.initial_seed(),
@@ -96,7 +96,7 @@ class RemoteStream(Wrapper, IterableDataset):
         else:
             if source.stream:
                 source.stream.close()
-                source.stream.begin_epoch()  # so that its iterators notice
+                source.stream.begin_epoch()  # so that its iterators raise an error from now on
             if info:
                 stream = own_random_numbers(stream)
             source.stream = OpenStream(source.fetcher, stream)
@@ -104,9 +104,9 @@ class RemoteStream(Wrapper, IterableDataset):
 
 
 def own_random_numbers(stream: Stream) -> Stream:
-    """Let a worker's streams after its first one, and its collate_fn, draw numbers of their own.
+    """Give a worker's later streams, and its collate_fn, random numbers of their own.
 
-    They would be those of the first stream: it is that which has the worker's.
+    Otherwise they would repeat those of its first stream, which has the worker's seed.
     """
     global opened
     seed = stream.seed + opened * 2**32
@@ -119,7 +119,7 @@ def own_random_numbers(stream: Stream) -> Stream:
 
 
 class SizedStream(RemoteStream):
-    """One that knows how many samples it has."""
+    """A RemoteStream that knows how many samples it has."""
 
     def __len__(self) -> int:
         return self._source.length()
@@ -137,31 +137,31 @@ class Epoch:
     def __next__(self) -> Any:
         if self.number != len(self.stream.taken):
             raise RuntimeError(
-                "a second iterator has been made of this RemoteDataset: give each a RemoteDataset "
-                "of its own"
+                "a second iterator has been made of this RemoteDataset: use a RemoteDataset for "
+                "each iterator"
             )
         return self.stream.take()
 
 
 class Died(Lost):
-    """The stream's process has ended, and not its host; says how."""
+    """The stream's process has died or hangs, but not its host; says which."""
 
 
 class OpenStream:
-    """A stream as the training host has it: a call to a data host, or to the next one."""
+    """The training host's end of a stream: a call to a data host, or, once lost, to another one."""
 
     def __init__(self, fetcher: Fetcher, stream: Stream):
         self.fetcher, self.stream = fetcher, stream
-        self.taken = stream.taken  # samples of each epoch
-        self.samples: deque[tuple[bytes, list]] = deque()  # that have come: pickle and parts
+        self.taken = stream.taken  # the number of samples taken in each epoch
+        self.samples: deque[tuple[bytes, list]] = deque()  # that have come, as pickle and parts
         self.after: Any = None  # see iterate.run
         self.process, self.call = os.getpid(), None
         self.host: DataHost | None = None
         self.losses = 0  # since the last sample
-        self.said_at = 0.0  # when the last line was said
+        self.said_at = 0.0  # when the last line was printed
 
     def take(self) -> Any:
-        """Return the next sample; raise what the Dataset raises, also StopIteration."""
+        """Return the next sample; raise what the Dataset raises, or StopIteration."""
         self.moved_at = time.monotonic()
         while not self.samples:
             if self.after == "end":
@@ -176,12 +176,12 @@ class OpenStream:
         return pickle.loads(value, buffers=parts)
 
     def is_of(self, fetcher: Fetcher, stream: Stream) -> bool:
-        """Whether it is a stream of the same Dataset, for the same worker."""
+        """Return whether it is a stream of the same Dataset, for the same worker."""
         like = self.stream._replace(seed=stream.seed, taken=stream.taken)
         return fetcher is self.fetcher and like == stream
 
     def begin_epoch(self) -> None:
-        """Begin the next epoch in the same process, if there still is one."""
+        """Begin the next epoch, in the same process if there still is one."""
         if self.after == "end" and not self.samples:
             self.taken[-1] = None
         self.taken.append(0)
@@ -191,7 +191,7 @@ class OpenStream:
             self.epochs.put(b"")
 
     def receive(self) -> None:
-        """Wait for samples of this epoch; if the stream is lost, have another host run it."""
+        """Wait for samples of this epoch. If the stream is lost, the next call opens it again."""
         try:
             if not self.call:
                 self.open()
@@ -214,35 +214,35 @@ class OpenStream:
                 self.keep(*pickle.loads(reply.value), iter(parts))
             elif reply.value and time.monotonic() > self.said_at + SAY_SECONDS:
                 done = pickle.loads(reply.value)
-                self.say(f"is run forward, {done} of {self.taken[-1]} samples")
+                self.say(f"skips samples that were taken before: {done} of {self.taken[-1]}")
         except Lost as lost:
             self.close()
             self.losses += bool(str(lost))
             if self.losses >= ATTEMPTS:
                 raise RuntimeError(
-                    f"a stream has been lost {ATTEMPTS} times over one sample, now by data host "
-                    f"{self.host.address}: {lost}. Is there memory for it?"
+                    f"a stream was lost {ATTEMPTS} times over one sample, the last time on data "
+                    f"host {self.host.address}: {lost}. Is there enough memory for it?"
                 ) from None
             if str(lost) and not isinstance(lost, Died):
                 self.fetcher.lose(self.host, str(lost))
-            time.sleep(0.1)  # it may be this process that forks, for which gRPC must rest
-        except BaseException:  # also Ctrl-C: what has not been read must not be read later
+            time.sleep(0.1)  # if a fork of this process ended the call, let it fork
+        except BaseException:  # also Ctrl-C: do not continue later in the middle of a reply
             self.close()
             raise
 
     def keep(self, epoch: int, samples: list, after: Any, parts: Iterator) -> None:
-        """Keep samples that have come, unless they are of an epoch that has been left."""
+        """Keep samples that have come, unless they belong to an epoch that is over."""
         self.losses = 0
         if epoch == len(self.taken) - 1:
             for value, count in samples:
                 own = [*itertools.islice(parts, count)]
-                if len(samples) > 1:  # the others' memory shall not stay as long as this sample
+                if len(samples) > 1:  # otherwise this sample would keep the others' memory
                     own = [part.copy() for part in own]
                 self.samples.append((value, own))
             self.after = after
 
     def open(self) -> None:
-        """Open it at the data host whose turn it is, by the hosts' numbers of cores."""
+        """Open the stream on a host. The hosts share all streams by their numbers of workers."""
         self.fetcher.wait_for_host(START_SECONDS, self.fetcher.timeout)
         ready = self.fetcher.ready()
         hosts = [host for host in ready if host is not self.host] or ready
@@ -252,7 +252,7 @@ class OpenStream:
         place = (self.stream.worker * ranks + rank + 0.5) / count * ends[-1]
         host = next(host for host, end in zip(hosts, ends, strict=True) if end > place)
         if self.host:
-            self.say(f"goes on at data host {host.address}, after {self.taken[-1]} samples")
+            self.say(f"continues on data host {host.address}, after {self.taken[-1]} samples")
         self.host = host
         self.epochs: queue.SimpleQueue = queue.SimpleQueue()
         self.call, self.replies = host.open_stream(self.stream, self.epochs)
@@ -267,7 +267,7 @@ class OpenStream:
         self.close()
 
     def close(self) -> None:
-        """End the call, and with it the process on the data host."""
+        """End the call, and with it the stream's process on the data host."""
         if self.call and self.process == os.getpid():
             self.call.cancel()
             self.epochs.put(None)

@@ -1,8 +1,8 @@
-"""How a Dataset travels to the data hosts: cloudpickle's way, with some care.
+"""Pickles a Dataset for the data hosts, with cloudpickle.
 
-Beyond lambdas, closures and classes of the training script, which cloudpickle can: a tensor is its
-values, not all that it is a view of, np.memmap is the name of its file, and the random generators
-that the Dataset holds are found on the way.
+cloudpickle handles lambdas, closures and classes of the training script. Beyond that, a tensor is
+pickled without the rest of the memory that it is a view of, and an np.memmap as the name of its
+file. The random generators that the Dataset holds are found on the way.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ SIMPLE = int, float, str, bytes, bool, type(None), type, ModuleType, FunctionTyp
 
 
 class DatasetPickler(cloudpickle.Pickler):
-    """Pickles a Dataset; keeps the generators that it finds, and what globals it takes along.
+    """Pickles a Dataset; keeps the generators that it finds, and which globals it includes.
 
-    stays_here: it is for another process of the training script, which has the script's classes.
+    stays_here: the pickle is for another process of the training script, which has its classes.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class DatasetPickler(cloudpickle.Pickler):
         elif isinstance(value, type) and value.__module__ in MAIN:
             if self.stays_here and "<locals>" not in value.__qualname__:
                 return of_main, (value.__qualname__,)
-            # cloudpickle's random id would give the Dataset another digest in each rank.
+            # cloudpickle's random id would give the Dataset a different digest in each rank.
             ids, name = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS, value.__qualname__
-            while value not in ids and name in ids.values():  # another class of this name
+            while value not in ids and name in ids.values():  # another class has this name
                 name += "'"
             ids.setdefault(value, name)
         elif isinstance(value, FunctionType) and value.__module__ in MAIN:
@@ -94,7 +94,7 @@ def open_memmap(
 
 
 class Digest:
-    """Keeps the digest and the size of what is written, and passes it on to a file, if any."""
+    """Computes the digest and the size of what is written, and writes it to a file, if any."""
 
     def __init__(self, file: IO[bytes] | None = None):
         self.sha256, self.size, self.file = hashlib.sha256(), 0, file
@@ -109,28 +109,28 @@ class Digest:
 
 
 def dump(file: Any, stays_here: bool = False, **parts: Any) -> DatasetPickler:
-    """Pickle a tuple of these parts; raise TypeError that names what cannot be pickled."""
-    main = sys.modules.get("__mp_main__")  # the training script in a process that was spawned
+    """Pickle a tuple of these parts; raise a TypeError that names what cannot be pickled."""
+    main = sys.modules.get("__mp_main__")  # the training script in a spawned process
     if main and main.__name__ not in cloudpickle.list_registry_pickle_by_value():
         cloudpickle.register_pickle_by_value(main)
     pickler = DatasetPickler(file, stays_here)
     try:
         pickler.dump((*parts.values(),))
-    except OSError:  # of the file
+    except OSError:  # from writing the file
         raise
     except Exception as error:
         paths = (name + path for name, part in parts.items() if (path := culprit(part)) is not None)
         raise TypeError(
-            f"{next(paths, 'dataset')} cannot travel to the data hosts ({error}): open it when it "
+            f"{next(paths, 'dataset')} cannot be sent to the data hosts ({error}): open it when it "
             "is first used, or give RemoteDataset a callable that makes the Dataset"
         ) from error
     return pickler
 
 
 def culprit(value: Any, depth: int = 8) -> str | None:
-    """Return the path, such as .transform.file, to the innermost part that cannot be pickled.
+    """Return the path, such as .transform.file, of the innermost part that cannot be pickled.
 
-    None: all can.
+    Returns None if everything can be pickled.
     """
     with contextlib.suppress(Exception):
         DatasetPickler(Digest()).dump(value)
@@ -154,7 +154,7 @@ def culprit(value: Any, depth: int = 8) -> str | None:
 
 
 def frames_of(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield what is in a file, in frames; several threads may do so at the same time."""
+    """Yield the content of a file, in frames. Several threads may do so at the same time."""
     file.flush()
     at = 0
     while frame := os.pread(file.fileno(), FRAME, at):
@@ -163,8 +163,8 @@ def frames_of(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def generators_of(*values: Any) -> list[Any]:
-    """Return the random generators that values hold, as far as they can be pickled."""
-    pickler = DatasetPickler(Digest(), buffer_callback=lambda memory: None)  # which is not read
+    """Return the random generators that values hold, up to the first part that fails to pickle."""
+    pickler = DatasetPickler(Digest(), buffer_callback=lambda memory: None)  # skips the memory
     with contextlib.suppress(Exception):
         pickler.dump(values)
     return pickler.generators

@@ -1,9 +1,9 @@
-"""How requests and samples travel, and why nothing that a stranger sends is unpickled.
+"""How requests and samples are sent, and why nothing that a stranger sends is unpickled.
 
-All that is pickled is covered by an HMAC with the job's token, which itself does not travel: a
-request by its digest, a Dataset by its digest, which is its name, and a reply by the nonce of its
-request, which it answers alone. The memory of tensors and arrays follows a reply as it is, without
-a MAC, since it is never interpreted: pieces of 1 MiB, as they are fastest.
+An HMAC with the job's token, which itself is never sent, covers everything that is pickled: the
+digest of a request or a Dataset, and a reply together with its request's nonce, so that it answers
+no other request. The memory of tensors and arrays follows a reply in frames of 1 MiB, the fastest
+size. It has no HMAC, since it is never unpickled.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ import torch
 SERVICE, METADATA_KEY = "dataset_feed.DatasetFeed", "feed-bin"
 FRAME = 1 << 20  # bytes in one message
 ALIGNMENT = 64  # of each tensor's memory
-SMALL = 1024  # bytes; less stays in the pickle
+SMALL = 1024  # bytes; smaller memory stays in the pickle
 NONCE, DIGEST = 16, 32  # bytes
-MAIN = "__main__", "__mp_main__"  # the training script; the latter in a process that was spawned
-KEEPALIVE = [  # of both sides, to notice within 20 s a peer that hangs or has gone
+MAIN = "__main__", "__mp_main__"  # the training script; the latter in a spawned process
+KEEPALIVE = [  # on both sides, to notice within 20 s if the other one hangs or is gone
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
@@ -32,8 +32,8 @@ KEEPALIVE = [  # of both sides, to notice within 20 s a peer that hangs or has g
 ]
 
 
-# What is said of a Dataset, a chunk or a stream
-READY = 0  # here it is
+# The states of a Dataset, a chunk or a stream, in a Reply
+READY = 0  # the reply has what was asked for
 UNKNOWN = 1  # this host does not have the Dataset: upload it
 WAITING = 2  # the Dataset is being made, or all worker processes are busy
 RAISED = 3  # the Dataset has raised an exception, which is the value
@@ -41,39 +41,39 @@ DIED = 4  # the stream's process has ended; the value says how
 
 
 class Request(NamedTuple):
-    """What a data host is asked."""
+    """What a data host is asked for."""
 
     dataset: bytes  # SHA-256 of its pickle
-    chunk: bytes  # pickled samples.Chunk or iterate.Stream; empty: says only what the Dataset is
+    chunk: bytes  # pickled samples.Chunk or iterate.Stream; empty: ask only about the Dataset
 
 
 class Reply(NamedTuple):
-    """What a data host answers; frames with the memory of tensors and arrays follow."""
+    """What a data host answers. Frames with the memory of tensors and arrays follow it."""
 
     state: int
-    value: bytes = b""  # pickled, but for DIED; with WAITING: how far the stream is run forward
+    value: bytes = b""  # pickled, except with DIED; with WAITING: how far a stream is run forward
     sizes: tuple[int, ...] = ()  # bytes of each tensor and array that follows
     seconds: float = 0.0  # that a worker took for the chunk
     workers: int = 0  # processes that prepare samples here
-    calls: int = 0  # of all clients that are open here
+    calls: int = 0  # open calls of all clients
 
     @property
     def length(self) -> int:
-        """Bytes of the frames that follow."""
+        """Return how many bytes the frames that follow have."""
         return sum(size + padding(size) for size in self.sizes)
 
 
 class Lost(Exception):
-    """A host has not answered, or not all of it; says why, if that is not as it should be."""
+    """A host has not answered completely. The message is empty if the host has not failed."""
 
 
 def mac(token: str, *parts: bytes) -> bytes:
-    """Return the HMAC of some bytes; all parts but the last have a fixed length."""
+    """Return the HMAC of the joined parts. All but the last must have a fixed length."""
     return hmac.new(token.encode(), b"".join(parts), hashlib.sha256).digest()
 
 
 def sign(token: str, digest: bytes) -> tuple[bytes, list[tuple[str, bytes]]]:
-    """Return a new nonce, and the metadata of a call that sends what has this digest."""
+    """Return a new nonce, and the metadata of a call that sends data with this digest."""
     nonce = os.urandom(NONCE)
     return nonce, [(METADATA_KEY, nonce + digest + mac(token, b"call ", nonce, digest))]
 
@@ -87,23 +87,23 @@ def verify(token: str, metadata: Any) -> tuple[bytes, bytes] | None:
 
 
 def seal(token: str, nonce: bytes, reply: Reply) -> bytes:
-    """Return a Reply to the call with this nonce, as it travels."""
+    """Return the bytes of a Reply to the call with this nonce."""
     content = pickle.dumps(reply)
     return mac(token, b"reply", nonce, content) + content
 
 
 def unseal(token: str, nonce: bytes, data: bytes) -> Reply:
-    """Return the Reply, or raise PermissionError if it is no answer to this call."""
+    """Return the Reply; raise PermissionError if it does not answer this call."""
     if not data:
-        raise Lost("it has ended")
+        raise Lost("the call has ended")
     code, content = data[:DIGEST], data[DIGEST:]
     if not hmac.compare_digest(code, mac(token, b"reply", nonce, content)):
-        raise PermissionError("a reply without a valid MAC: have both sides the same HETERO_TOKEN?")
+        raise PermissionError("a reply has no valid MAC: do both sides have the same HETERO_TOKEN?")
     return pickle.loads(content)
 
 
 class SamplePickler(pickle.Pickler):
-    """Pickles samples, but keeps the memory of their tensors and arrays apart, in `parts`."""
+    """Pickles samples without the memory of their tensors and arrays, which goes into `parts`."""
 
     def __init__(self, file: BytesIO):
         super().__init__(file, protocol=5, buffer_callback=self.keep_apart)
@@ -119,25 +119,25 @@ class SamplePickler(pickle.Pickler):
         if type(value) is torch.Tensor and is_plain(value):
             return reduced(value)
         if isinstance(value, type) and value.__module__ in MAIN:
-            return of_main, (value.__qualname__,)  # the training script's: here it came by value
+            return of_main, (value.__qualname__,)  # by name: the training script has the class
         return NotImplemented
 
 
 def is_plain(value: torch.Tensor) -> bool:
-    """Whether the tensor is nothing but a block of memory."""
+    """Return whether the tensor is just a block of memory on the CPU."""
     is_dense = value.layout is torch.strided and not value.is_quantized
     return is_dense and value.device.type == "cpu" and not value.requires_grad
 
 
 def reduced(value: torch.Tensor) -> tuple:
-    """Return how a plain tensor is pickled: as its memory, of which this makes no copy."""
+    """Return how to pickle a plain tensor: as its memory, without a copy if it is contiguous."""
     flat = value.resolve_conj().resolve_neg().contiguous().reshape(-1)
     buffer = pickle.PickleBuffer(flat.view(torch.uint8).numpy())
     return tensor, (buffer, str(value.dtype)[6:], tuple(value.shape))
 
 
 def tensor(memory: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor in `memory`, which it shares."""
+    """Return a tensor that shares `memory`, or has a copy of it if it is read-only."""
     array = np.frombuffer(memory, np.uint8)
     if not array.flags.writeable:
         array = array.copy()
@@ -153,7 +153,7 @@ def of_main(path: str) -> Any:
 
 
 def encode(value: Any) -> tuple[bytes, list[memoryview]]:
-    """Return the pickle of samples, and the memory that belongs to it."""
+    """Return the pickle of samples, and the memory that belongs with it."""
     file = BytesIO()
     pickler = SamplePickler(file)
     pickler.dump(value)
@@ -161,16 +161,16 @@ def encode(value: Any) -> tuple[bytes, list[memoryview]]:
 
 
 def decode(reply: Reply, frames: Iterator[bytes]) -> Any:
-    """Return the samples of a Reply, in memory of their own, filled with the frames."""
+    """Return the samples of a Reply, in new memory that is filled with the frames."""
     return pickle.loads(reply.value, buffers=parts_of(reply, frames))
 
 
 def parts_of(reply: Reply, frames: Iterator[bytes]) -> list[np.ndarray]:
-    """Return the memory that belongs to a Reply, filled with the frames.
+    """Return the memory that belongs with a Reply, filled with the frames.
 
-    Raises Lost when the frames are not as many bytes as the Reply says.
+    Raises Lost if the frames do not have as many bytes as the Reply says.
     """
-    # NumPy's memory, for which it asks Linux for huge pages: faster to clear.
+    # NumPy asks Linux for huge pages, which are faster to clear.
     memory = np.empty(reply.length + ALIGNMENT, np.uint8)
     memory = memory[padding(memory.ctypes.data) :][: reply.length]
     at = 0
@@ -189,5 +189,5 @@ def parts_of(reply: Reply, frames: Iterator[bytes]) -> list[np.ndarray]:
 
 
 def padding(place: int) -> int:
-    """Return how many bytes come after a place in memory, before the next tensor may begin."""
+    """Return how many bytes of padding come between this place in memory and the next tensor."""
     return -place % ALIGNMENT

@@ -1,12 +1,12 @@
-"""The processes of a data host that have Datasets, none of which starts gRPC.
+"""The processes of a data host that hold Datasets. None of them uses gRPC.
 
     main process ─┬─ front (front.py): gRPC; hands each chunk to a free worker
                   ├─ template of a Dataset: has it in memory, and forks ─┬─ worker
                   ├─ template of another Dataset                         ├─ worker
                   └─ ...                                                 └─ ...
 
-The main process and the templates have no threads, so that they can fork. What a template has in
-memory its workers share. Each process is killed when the one that has forked it ends.
+The main process and the templates have no threads, so that they can fork. Workers share their
+template's memory. Each process is killed when its parent ends.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ from feed.samples import (
 from feed.travel import generators_of
 from feed.wire import FRAME, RAISED, READY, Reply, encode, padding
 
-CHUNK_SECONDS = 300  # that a worker may be silent over a chunk before it is replaced
-MAKING_SECONDS = 3600  # and over making the Dataset, where a callable does
+CHUNK_SECONDS = 300  # a worker that is silent over a chunk for longer is replaced
+MAKING_SECONDS = 3600  # the same, while a callable makes the Dataset
 PR_SET_PDEATHSIG = 1
 
 
@@ -70,21 +70,21 @@ def fork(work: Callable, *arguments: Any) -> int:
 def fork_for_each(requests: socket.socket, work: Callable, forked: list[int]) -> None:
     """Fork a process for each socket that comes through `requests`, until its other end closes.
 
-    forked: gets their ids.
+    forked: the list to which their ids are added.
     """
     while True:
         message, fds, _, _ = socket.recv_fds(requests, 1, 1)
-        with contextlib.suppress(ChildProcessError):  # there is none
+        with contextlib.suppress(ChildProcessError):  # there are no children
             while os.waitpid(-1, os.WNOHANG)[0]:
                 continue
         if not message:
             return
-        with socket.socket(fileno=fds[0]) as its, contextlib.suppress(OSError):  # no more memory
+        with socket.socket(fileno=fds[0]) as its, contextlib.suppress(OSError):  # out of memory
             forked.append(fork(work, requests, its))
 
 
 def new_process(requests: socket.socket) -> socket.socket:
-    """Ask for a process by the other end of `requests`; return the socket to it."""
+    """Ask the process at the other end of `requests` to fork; return a socket to the new one."""
     ours, its = socket.socketpair()
     with its:
         socket.send_fds(requests, [b"+"], [its.fileno()])
@@ -92,7 +92,7 @@ def new_process(requests: socket.socket) -> socket.socket:
 
 
 def hold(main: socket.socket, requests: socket.socket) -> None:
-    """Have a Dataset in memory, and fork workers that share it: what a template does."""
+    """Run a template: hold a Dataset in memory, and fork workers that share it."""
     main.close()
     _, [payload], _, _ = socket.recv_fds(requests, 1, 1)
     set_ranks = stand_in_for_ranks()
@@ -106,7 +106,7 @@ def hold(main: socket.socket, requests: socket.socket) -> None:
     except BaseException:
         state, value = RAISED, as_error()
     Connection(os.dup(requests.fileno())).send((state, value))
-    gc.freeze()  # the collector would write to the memory that is shared
+    gc.freeze()  # otherwise the garbage collector would write to the shared memory
 
     fork_for_each(requests, partial(serve_chunks, made, set_ranks), [])
 
@@ -114,7 +114,7 @@ def hold(main: socket.socket, requests: socket.socket) -> None:
 def serve_chunks(
     made: tuple, set_ranks: Callable, requests: socket.socket, pipe: socket.socket
 ) -> None:
-    """Prepare one chunk after the other: what a worker process does."""
+    """Run a worker: prepare one chunk after the other, or a stream."""
     requests.close()
     given, is_made, collate_fn = made
     connection, file = Connection(os.dup(pipe.fileno())), pipe.makefile("wb", FRAME)
@@ -154,16 +154,16 @@ def serve_chunks(
             else:
                 value, parts = encode(None if is_made else summary(dataset, generators))
             state = RAISED if problem else READY
-        except BaseException:  # libraries in Rust raise it, for one, and no Exception
+        except BaseException:  # a panic in a Rust library is not an Exception
             value = as_error()
         send(state, value, parts, time.perf_counter() - started)
         del parts
 
 
 class Worker:
-    """A worker process, as the front has it.
+    """A worker process, as the process that uses gRPC sees it.
 
-    Methods raise EOFError if it has died, BlockingIOError if nothing comes for too long.
+    Methods raise EOFError if it has died, and BlockingIOError if it is silent for too long.
     """
 
     def __init__(self, holder: socket.socket, seconds: int = MAKING_SECONDS):
@@ -179,12 +179,12 @@ class Worker:
             raise
 
     def allow(self, seconds: int) -> None:
-        """Choose for how long it may be silent."""
+        """Set how long it may be silent."""
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self.pipe.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
     def receive(self) -> tuple[Reply, deque[bytes]]:
-        """Return the next Reply and its frames: all, so that no slow client keeps it busy."""
+        """Return the next Reply and all of its frames, so that no slow client keeps it busy."""
         reply, frames = self.connection.recv(), deque()
         left = reply.length
         while left:
@@ -195,8 +195,8 @@ class Worker:
         return reply, frames
 
     def pass_on(self, epochs: Iterator[bytes]) -> None:
-        """In a thread: have it begin an epoch for each message, until the call ends."""
-        with contextlib.suppress(Exception):  # gRPC's, which says that it has ended, among them
+        """Have it start an epoch for each message, until the call ends. Runs in a thread."""
+        with contextlib.suppress(Exception):  # such as gRPC's, at the end of the call
             for _ in epochs:
                 self.connection.send_bytes(b"")
         self.is_over = True
@@ -204,9 +204,9 @@ class Worker:
             self.pipe.shutdown(socket.SHUT_RDWR)
 
     def end(self, error: Exception | None = None, seconds: float = 0.0) -> str:
-        """Kill it, and return what has happened to it.
+        """Kill it, and return what happened to it.
 
-        seconds: that it is given first to end by itself, for what its Dataset has open.
+        seconds: it first gets this time to end by itself, so that its Dataset can close its files.
         """
         self.connection.close()
         self.pipe.close()

@@ -1,26 +1,26 @@
-"""Runtime of a SageMaker training job over several instance groups. Standard library only.
+"""Run a SageMaker training job on several instance groups. Needs only the standard library.
 
     SourceCode(source_dir="code", command="exec python -m hetero train.py --epochs 3")
 
-SageMaker starts this command on every host, and bills until the last has exited. On the hosts of
-the training group it runs the training script, once for each GPU (these processes are the ranks);
-on the other hosts it runs a data server. A launcher.py that calls `run` does the same.
+SageMaker starts this command, the launcher, on every host, and bills until the last host has
+exited. Hosts of the training group run the training script, one process (rank) for each GPU. The
+other hosts, the data hosts, run a data server. A launcher.py that calls `run` does the same.
 
-The launchers of all hosts are connected with the leader, on the training group's first host. It
-decides when the job ends and how: what failed where is written to /opt/ml/output/failure on each
-host, as SageMaker's FailureReason.
+The launcher on the training group's first host is the leader. All launchers connect to it, and it
+decides when and how the job ends. If the job fails, every host writes what failed, and where, to
+/opt/ml/output/failure, which SageMaker shows as the FailureReason.
 
-Copy this folder beside your script, and read it in this order:
+Copy this folder next to your script. To understand the code, read it in this order:
 
-command.py    python -m hetero: what its options mean
-job.py        `run`: the job on this host, from beginning to end
-topology.py   what a host is told, and what its ranks and servers are told
+command.py    the command line, python -m hetero
+job.py        `run`: the job on this host, from start to end
+topology.py   what SageMaker tells a host, and what the host tells its ranks and data server
 plan.py       which host runs what
-member.py     a host's part: its ranks or data server, and what it reports of them
-process.py    a process: its start, its output, its end
-reason.py     why a process has failed, by its output
-leader.py     what the leader decides by these reports
-messages.py   how launchers talk to each other
+member.py     one host of the job: runs its ranks or data server, and reports to the leader
+process.py    starts a process, copies its output to the log, and waits for its end
+reason.py     finds in a process's output why it failed
+leader.py     decides, from the hosts' reports, when training starts and how the job ends
+messages.py   the messages between launchers
 spare.py      the cores of a training host that its ranks leave to a data server
 """
 
@@ -28,5 +28,5 @@ from hetero.command import main
 from hetero.job import fail, run
 from hetero.topology import BASE_DIR, Cluster, hyperparameters, read_cluster
 
-__version__ = "2026-11-25"  # CHANGES.md says what to change beside a new copy
+__version__ = "2026-11-25"  # CHANGES.md says what to change in your code when you update
 __all__ = ["BASE_DIR", "Cluster", "fail", "hyperparameters", "main", "read_cluster", "run"]

@@ -1,4 +1,4 @@
-"""The leader: by what all hosts report, it decides when training starts and how the job ends."""
+"""The leader decides, from the hosts' reports, when training starts and how the job ends."""
 
 import asyncio
 import hmac
@@ -9,47 +9,47 @@ from hetero.messages import BEAT_SECONDS, HELLO_SECONDS, TOKEN, receive, send
 from hetero.plan import Plan
 from hetero.process import TICK_SECONDS
 
-# The rank that caused a failure may exit after those that lost it. Seconds to wait for that rank
-# if one has failed by itself, and if all so far were cut off from another.
+# The rank that caused a failure may exit after the ranks that lost their connection to it. So wait
+# for further failures, after a rank has failed by itself, or after ranks only lost connections.
 SETTLE_SECONDS, CAUSE_SECONDS = 1, 10
-SIGTERM_SECONDS = 100  # for the ranks to end when the job is stopped: SageMaker kills at 120
-# At the end: for all to stop their processes; for them to exit, and for those that have not come.
+SIGTERM_SECONDS = 100  # for the ranks to end when the job is stopped; SageMaker kills after 120 s
+# At the end of the job: for hosts to stop their processes; for hosts to exit, or to appear.
 STOP_SECONDS, EXIT_SECONDS = 60, 10
 
 
 class Leader:
-    """Decides, by what all hosts report, when training starts and how the job ends.
+    """Decides, from the hosts' reports, when training starts and how the job ends.
 
-    `lead` is one task. `meet` is one for each connection, and keeps that host's entries of
-    `members` and `reports`. Whatever happens in either, `decide` has the last word.
+    `lead` runs in one task. `meet` runs in a task for each connection, and updates that host's
+    entries in `members` and `reports`. Both call `decide` to set how the job ends.
     """
 
     def __init__(self, plan: Plan):
         self.plan, self.cluster = plan, plan.cluster
-        self.members: dict[str, asyncio.StreamWriter] = {}  # hosts that have come, and not left
-        self.reports: dict[str, dict] = {}  # the last one of each that has come: see Member
-        self.word = {"start": False, "stop": False, "end": None, "exit": False}  # for all hosts
+        self.members: dict[str, asyncio.StreamWriter] = {}  # the hosts that are connected
+        self.reports: dict[str, dict] = {}  # each host's last report: see Member
+        self.word = {"start": False, "stop": False, "end": None, "exit": False}  # sent to all hosts
         self.told_at = 0.0
-        self.first_seen: dict[str, float] = {"begin": time.monotonic()}  # by event
-        self.refused: set[tuple[str, str]] = set()  # addresses and reasons that the log has
+        self.first_seen: dict[str, float] = {"begin": time.monotonic()}  # event -> time
+        self.refused: set[tuple[str, str]] = set()  # (address, reason), if already logged
 
     def absent(self) -> set[str]:
-        """Hosts that have not come."""
+        """Hosts that have not connected yet."""
         return {*self.cluster.hosts} - {*self.reports}
 
     def unfinished(self) -> set[str]:
-        """Hosts whose processes may be running, those that may come yet among them."""
+        """Hosts whose processes may be running, including hosts that may still connect."""
         return self.absent() | {h for h in self.members if not self.reports[h]["stopped"]}
 
     def tell(self, **news) -> None:
-        """Tell all hosts what to do; `end`: whether the job is completed, and the reason."""
+        """Update the word, and send it to all hosts; `end` is [is completed, reason]."""
         self.word.update(news)
         self.told_at = time.monotonic()
         for writer in self.members.values():
             send(writer, self.word)
 
     def decide(self, completed: bool, reason: str) -> None:
-        """Settle how the job ends; what comes later can only turn a success into a failure."""
+        """Set how the job ends; a later call can only turn a success into a failure."""
         if not self.word["end"] or (self.word["end"][0] and not completed):
             self.tell(end=[completed, reason[:1000]])
 
@@ -58,27 +58,27 @@ class Leader:
         self.first_seen.setdefault(event, time.monotonic())
 
     def seconds_since(self, event: str) -> float:
-        """How long ago it was first seen."""
+        """How long ago an event was first seen."""
         return time.monotonic() - self.first_seen[event]
 
     def fail(self, error: Exception) -> None:
-        """End the job for an error in the leader's own code."""
+        """End the job because of an error in the leader's own code."""
         traceback.print_exc()
         what = f"{type(error).__name__}: {error}"
         self.decide(False, f"The leader on {self.cluster.where(self.plan.leader)} failed: {what}.")
 
     async def lead(self) -> list:
-        """Lead the hosts to the job's end; return whether it is completed, and the reason."""
+        """Lead the job until it ends on all hosts; return [is completed, reason]."""
         try:
             while not self.word["end"]:
                 self.judge()
                 if time.monotonic() > self.told_at + BEAT_SECONDS:
-                    self.tell()  # a sign of life, which all hosts answer
+                    self.tell()  # a heartbeat, which all hosts answer
                 await asyncio.sleep(TICK_SECONDS)
         except Exception as error:
             self.fail(error)
-        # SageMaker waits for all hosts of a job that has not failed, and one that hangs now would
-        # be billed until MaxRuntimeInSeconds. So first all stop their processes, then all leave.
+        # Unless a job has failed, SageMaker waits for all of its hosts, and bills a host that hangs
+        # until MaxRuntimeInSeconds. So all hosts first stop their processes, and then all exit.
         began = time.monotonic()
         for exit in (False, True):
             self.tell(exit=exit)
@@ -98,11 +98,11 @@ class Leader:
         return self.word["end"]
 
     def judge(self) -> None:
-        """Apply the rules by which the training starts and stops, and the job ends."""
+        """Decide whether the ranks start or stop, and whether and how the job ends."""
         absent, reports = self.absent(), [*self.reports.values()]
         start, stop = not absent, any(report["sigterm"] for report in reports)
         if start > self.word["start"] or stop > self.word["stop"]:
-            self.tell(start=start, stop=stop)  # some may not have got their SIGTERM yet
+            self.tell(start=start, stop=stop)  # hosts may get their SIGTERM at different times
         failures = [report["failure"] for report in reports if report["failure"]]
         lost = [self.reports.get(host, {}).get("server") for host in self.plan.data_hosts]
         if lost and all(lost):
@@ -110,7 +110,7 @@ class Leader:
             failures.append([False, when, f"{sentence} No data host is left."])
         where = {rank: report["host"] for report in reports for rank in report["running"]}
         running = [f"rank {rank} on {self.cluster.where(where[rank])}" for rank in sorted(where)]
-        # The first that has failed by itself, or else the first that was cut off from another.
+        # The first rank that failed by itself, or else the first that lost a connection.
         was_cut_off, _, reason = min(failures, default=[True, 0, ""])
         if stop:  # ranks may be writing their checkpoints
             self.note("stop")
@@ -133,14 +133,15 @@ class Leader:
             self.decide(start and not failures and not running, reason)
 
     async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hear a host as long as it is there; refuse a stranger."""
+        """Receive a host's reports until it disconnects; refuse connections from others."""
         try:
             report, why = await receive(reader, HELLO_SECONDS), ""
             if not hmac.compare_digest(ascii(report.get("token")), ascii(TOKEN)):
                 why = "wrong token"
             elif report.get("host") not in [*self.absent()]:  # not a set: it may be unhashable
-                why = "a host that is not awaited"
-        except (OSError, RecursionError, asyncio.CancelledError) as error:  # deep; the job's end
+                why = "unknown host, or already connected"
+        # ascii() of deeply nested JSON raises RecursionError. Tasks are cancelled at the job's end.
+        except (OSError, RecursionError, asyncio.CancelledError) as error:
             why = str(error) or "the job has ended"
         if why:
             self.refuse(writer, why)
@@ -152,7 +153,7 @@ class Leader:
             while True:
                 self.reports[host] = report
                 report = await receive(reader, self.plan.patience(host))
-        except (OSError, asyncio.CancelledError) as error:  # the latter at the end, if it hangs
+        except (OSError, asyncio.CancelledError) as error:  # cancelled if it hangs at the end
             if isinstance(error, TimeoutError) or not self.word["exit"]:
                 self.decide(False, f"The launcher on {self.cluster.where(host)} is gone: {error}.")
         except Exception as error:
@@ -162,7 +163,7 @@ class Leader:
             writer.close()
 
     def refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
-        """Tell a stranger why, and the log, once for each address and reason."""
+        """Refuse a connection, and log this once for each address and reason."""
         send(writer, {"refused": why})
         writer.close()
         address = (writer.get_extra_info("peername") or ["?"])[0]

@@ -1,4 +1,4 @@
-"""A host's part of the job: it runs its ranks or data server, and reports to the leader."""
+"""Runs one host's ranks or data server, and reports to the leader."""
 
 import asyncio
 import contextlib
@@ -14,51 +14,51 @@ from hetero.process import Process
 from hetero.spare import run_when_idle, starting_on
 from hetero.topology import rank_environment, server_environment
 
-# Of a data server: restarts in a row, the run after which they are counted anew, and restarts in
-# the whole job: one that dies every few minutes may not go on for days.
+# For a data server: restarts in a row, the run time that resets this count, and restarts in the
+# whole job, so that a server that dies every few minutes is not restarted for days.
 RESTARTS, HEALTHY_SECONDS, ALL_RESTARTS = 3, 60, 50
-STOP_SECONDS = 5  # from SIGTERM to SIGKILL for what still runs when the job has ended
+STOP_SECONDS = 5  # from SIGTERM to SIGKILL, for processes that still run when the job has ended
 
 
 class Member:
-    """One host of the job: what runs on it, and what it reports of that.
+    """One host of the job: its processes, and its report to the leader.
 
-    `take_part` is the main task, and has the connection with the leader. It starts a task for each
-    rank (`train`) and one for the data server (`serve`). All of them may change the report.
+    `take_part` is the main task, and owns the connection to the leader. It starts a task for each
+    rank (`train`) and one for the data server (`serve`). All of these tasks update the report.
     """
 
     def __init__(self, plan: Plan):
         self.plan, self.cluster = plan, plan.cluster
         self.here = self.cluster.where(self.cluster.host)
         self.tasks: list[asyncio.Task] = []
-        self.processes: list[Process] = []  # that may be running
-        self.until_sigterm: list[Process] = []  # the ranks among them that have not been sent it
+        self.processes: list[Process] = []  # those that may be running
+        self.until_sigterm: list[Process] = []  # ranks that have not been sent SIGTERM
         self.writer: asyncio.StreamWriter | None = None
         first = self.cluster.rank * plan.ranks
         self.waiting = [*range(first, first + plan.ranks)]  # ranks that have not been started
         self.report = {
             "token": TOKEN,
             "host": self.cluster.host,
-            "sigterm": False,  # whether this host has got one
+            "sigterm": False,  # whether this host has received it
             "running": [*self.waiting],  # ranks that have not ended
-            "failure": None,  # the first one here: was it cut off, when, a sentence
-            "server": None,  # the data server, once it is not restarted: when, a sentence
-            "stopped": False,  # whether nothing runs here any more
+            "failure": None,  # the likeliest cause on this host: [was cut off, when, sentence]
+            "server": None,  # once the data server has been given up: [when, sentence]
+            "stopped": False,  # whether all processes here have been stopped
         }
 
     def say(self, **news) -> None:
-        """Report to the leader, if there is a connection yet."""
+        """Update the report, and send it to the leader if there is a connection yet."""
         self.report.update(news)
         if self.writer:
             send(self.writer, self.report)
 
     def say_failure(self, sentence: str, was_cut_off: bool = False) -> None:
-        """Report what has gone wrong here, unless something else had before."""
+        """Report a failure, unless this host already has one that is more likely the cause."""
         failure = [was_cut_off, time.time(), sentence]
         self.say(failure=min(failure, self.report["failure"] or failure))
 
     async def take_part(self) -> list:
-        """Do what the leader says; return whether the job is completed, and the reason."""
+        """Do what the leader says; return [is completed, reason]."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: self.say(sigterm=True))
         loop.add_signal_handler(signal.SIGCHLD, self.reap)
@@ -71,7 +71,7 @@ class Member:
                 word |= await receive(reader, self.plan.patience(self.cluster.host))
                 if word["refused"]:
                     raise ConnectionError(f"refused, {word['refused']}")
-                if word["stop"]:  # data servers stay for the last steps
+                if word["stop"]:  # data servers keep running for the last steps
                     while self.until_sigterm:
                         self.until_sigterm.pop().popen.terminate()
                     while self.waiting:
@@ -91,22 +91,22 @@ class Member:
         return word["end"]
 
     async def join(self) -> asyncio.StreamReader:
-        """Connect with the leader, which may come up later than this host, and say hello."""
+        """Connect to the leader, which may start later than this host, and send a first report."""
         address = self.cluster.address(self.plan.leader), self.cluster.base_port
         deadline = time.monotonic() + self.plan.join_seconds
         while not self.writer:
             try:
                 connecting = asyncio.open_connection(*address, limit=LONGEST_LINE)
                 reader, self.writer = await asyncio.wait_for(connecting, HELLO_SECONDS)
-            except (OSError, asyncio.TimeoutError) as error:  # not there yet, or too busy
+            except (OSError, asyncio.TimeoutError) as error:  # not up yet, or too busy
                 if time.monotonic() > deadline or self.report["sigterm"]:
-                    raise ConnectionError(f"not reached, {error or 'no answer'}") from None
+                    raise ConnectionError(f"cannot connect, {error or 'no answer'}") from None
                 await asyncio.sleep(0.2)
         self.say()
         return reader
 
     def start(self, work: Coroutine) -> None:
-        """Start a task; an error in it, such as a command that is not there, fails the job."""
+        """Start a task; an error in it, such as a command that does not exist, fails the job."""
 
         async def guarded() -> None:
             try:
@@ -119,15 +119,15 @@ class Member:
         self.tasks.append(asyncio.ensure_future(guarded()))
 
     def reap(self) -> None:
-        """Take the status of each child that has ended: PID 1 has those that others left, too."""
-        with contextlib.suppress(ChildProcessError):  # it has no child
+        """Collect the exit status of children that have ended. PID 1 also inherits orphans."""
+        with contextlib.suppress(ChildProcessError):  # there are no children
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 for process in self.processes:
                     if process.popen.pid == ended[0]:
                         process.popen.returncode = os.waitstatus_to_exitcode(ended[1])
 
     async def stop_all(self) -> None:
-        """SIGTERM for all that runs here, and SIGKILL after STOP_SECONDS."""
+        """Send SIGTERM to all processes on this host, and SIGKILL after STOP_SECONDS."""
         for task in self.tasks:
             task.cancel()
         for process in self.processes:
@@ -135,7 +135,7 @@ class Member:
         await asyncio.gather(*(process.ended(STOP_SECONDS) for process in self.processes))
 
     async def train(self, rank: int) -> None:
-        """Run a rank to its end."""
+        """Run a rank until it ends, and report how it ended."""
         environment = rank_environment(self.cluster, rank, self.plan.ranks)
         name = f"rank {rank}" if self.plan.ranks > 1 else ""
         process = Process(self.plan.train, environment, name)
@@ -149,7 +149,7 @@ class Member:
         self.say()
 
     async def serve(self) -> None:
-        """Keep a data server running: start it again when it ends, but not too often."""
+        """Run the data server, and restart it when it ends, up to RESTARTS and ALL_RESTARTS."""
         environment = server_environment(self.cluster, self.plan.data_hosts)
         failures, in_all, how = 0, 0, ""
         while failures <= RESTARTS and in_all <= ALL_RESTARTS:
@@ -175,7 +175,7 @@ class Member:
             failures = 1 if time.monotonic() - began > HEALTHY_SECONDS else failures + 1
             in_all += 1
         reason = f"On {self.here}, {how}, {in_all} times."
-        print(f"hetero: {reason} It is left alone.", flush=True)
+        print(f"hetero: {reason} It will not be restarted.", flush=True)
         self.say(server=[time.time(), reason])
         if self.cluster.host in self.plan.needed:
             self.say_failure(f"{reason} The job cannot do without it.")

@@ -9,7 +9,7 @@ from hetero.topology import Cluster
 
 @dataclass(frozen=True)
 class Plan:
-    """What the hosts of the job run, and how patient they are with each other."""
+    """What the hosts of the job run, and how long they wait for each other."""
 
     cluster: Cluster
     leader: str  # the training group's first host
@@ -17,16 +17,17 @@ class Plan:
     ranks: int  # on this host; 0 on a data host
     serve: list[str]  # a data server's command
     data_hosts: list[str]
-    spare_cores: list[int]  # vCPUs of this training host for a data server beside its ranks
-    needed: list[str]  # data hosts that the job cannot do without
+    spare_cores: list[int]  # vCPUs of this training host that run a data server
+    needed: list[str]  # data hosts whose server the job needs
     join_seconds: float
     training_seconds: float
     data_seconds: float
 
     def patience(self, host: str) -> float:
-        """How many seconds this host waits for a sign of life of `host`, or `host` for the leader.
+        """Return how many seconds `host` may be silent, and how many it waits for the leader.
 
-        A data host that the training can do without has more of them.
+        A data host that the training can do without gets `data_seconds`, all others get
+        `training_seconds`.
         """
         is_patient = host in self.data_hosts and host not in self.needed
         return self.data_seconds if is_patient else self.training_seconds
@@ -35,17 +36,17 @@ class Plan:
 def check_groups(
     cluster: Cluster, train_group: str, data_groups: Sequence[str], serve: Sequence[str]
 ) -> str:
-    """Say why a job cannot run in these instance groups; "" if it can."""
+    """Return why the job cannot run on these instance groups, or "" if it can."""
     groups = sorted(cluster.groups)
     if train_group not in groups:
         return (
-            f"No instance group is named {train_group!r}, the one to train, among {groups}. Name "
-            "yours with --train-group, or run(train_group=...)."
+            f"The job has no training group {train_group!r}, only {groups}. Name your training "
+            "group with --train-group, or run(train_group=...)."
         )
     if unknown := [g for g in groups if g not in (train_group, *data_groups)]:
         return (
-            f"Instance groups {unknown} have nothing to do: {train_group!r} trains, and data is "
-            f"served by {[*data_groups]}. Name them with --data-group, or run(data_groups=...)."
+            f"Instance groups {unknown} have nothing to do: {train_group!r} trains, and "
+            f"{[*data_groups]} serve data. Name them with --data-group, or run(data_groups=...)."
         )
     if len(groups) > 1 and train_group in data_groups:
         return f"Instance group {train_group!r} cannot both train and serve data."
@@ -56,7 +57,7 @@ def check_groups(
         )
     if not TOKEN and len(cluster.hosts) > 1:
         return (
-            "The job has no token: put HETERO_TOKEN, a random text such as secrets.token_hex(16), "
-            "into the job's environment."
+            "The job has no token: set HETERO_TOKEN in the job's environment to a random string, "
+            "such as secrets.token_hex(16)."
         )
     return ""

@@ -1,4 +1,4 @@
-"""A rank or data server: its start, its output, and its end."""
+"""Runs a rank or data server: starts it, copies its output, and waits for its end."""
 
 import asyncio
 import collections
@@ -15,13 +15,13 @@ import time
 from hetero.reason import reason
 
 TICK_SECONDS = 0.05
-PIPE_BYTES = 1 << 20  # as many as a pipe can hold
+PIPE_BYTES = 1 << 20  # the most that a pipe can hold
 LINE_END = re.compile(rb"\r+\n?|\n")  # a line of a progress bar ends with \r
-REMEMBERED = 1000  # lines of output, in which a failure's reason is looked for
+REMEMBERED = 1000  # last lines of output, searched for the reason of a failure
 
 
 class Process:
-    """A process that this host has started, in a session of its own."""
+    """A process of this host, in its own session and process group."""
 
     def __init__(self, command: list[str], environment: dict[str, str], name: str = ""):
         pairs = zip(["", *command], command, strict=False)
@@ -30,19 +30,20 @@ class Process:
         self.name = f"{name} of {script}" if name else script
         self.output: collections.deque[bytes] = collections.deque(maxlen=REMEMBERED)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        # Sets and dicts in the same order in all processes, so that what they pickle is the same.
+        # With the same hash seed in all processes, sets have the same order and pickle alike.
         environment = {"PYTHONHASHSEED": "0", **os.environ, **environment}
         self.popen = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         self.reader = threading.Thread(target=self._pass_output_on, daemon=True)
         self.reader.start()
 
     def _pass_output_on(self) -> None:
-        """Print its lines whole, as others print there too, until all it had to say is printed."""
+        """Print all output of the process, in whole lines, since others print to the log too."""
         pipe, rest, is_over = self.popen.stdout.fileno(), b"", False
         readable = select.poll()
         readable.register(pipe, select.POLLIN)
         while not is_over:
-            # Others may hold the pipe open when it has ended, but one read has all that it wrote.
+            # Its children may hold the pipe open after it has ended, but one more read gets the
+            # rest of its own output.
             is_over = self.popen.returncode is not None
             if readable.poll(1000 * TICK_SECONDS):
                 data = os.read(pipe, PIPE_BYTES)
@@ -55,20 +56,20 @@ class Process:
             self.output += [line[:500] for line in lines]
 
     async def ended(self, seconds: float = 1e9) -> None:
-        """Wait for its end, up to `seconds`, then kill its process group, itself included."""
+        """Wait up to `seconds` for its end; then kill whatever is left of its process group."""
         deadline = time.monotonic() + seconds
         while self.popen.returncode is None and time.monotonic() < deadline:
             await asyncio.sleep(TICK_SECONDS)
-        with contextlib.suppress(ProcessLookupError):  # nobody is left
+        with contextlib.suppress(ProcessLookupError):  # nothing is left
             os.killpg(self.popen.pid, signal.SIGKILL)
         while self.reader.is_alive() and time.monotonic() < deadline + 1:
             await asyncio.sleep(TICK_SECONDS)
 
     def describe_end(self) -> tuple[str, bool]:
-        """How it ended, and why; and whether it was cut off from another rank."""
+        """Return how and why it ended, and whether it was cut off from another rank."""
         status, why, was_cut_off = self.popen.returncode, "", False
-        if status > 0 or status == -signal.SIGABRT:  # by which C++ ends a process
-            lines = [*self.output]  # a copy, as the thread may go on
+        if status > 0 or status == -signal.SIGABRT:  # an uncaught C++ exception aborts
+            lines = [*self.output]  # a copy, as the reader thread may still append
             why, was_cut_off = reason(line.decode("utf-8", "replace") for line in lines)
         how = f"exited with status {status}" if status >= 0 else f"was killed by signal {-status}"
         return f"{self.name} {how}{why}", was_cut_off

@@ -1,4 +1,4 @@
-"""What a host is told: who it is, where the others are, and the job's hyperparameters."""
+"""What SageMaker tells a host: its name, the other hosts, and the job's hyperparameters."""
 
 import json
 import os
@@ -7,52 +7,53 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 BASE_DIR = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
-ONLY_GROUP = "homogeneousCluster"  # what SageMaker calls the one group of a homogeneous job
-BASE_PORT = 7710  # the leader's
-# Offsets from it: rank 0's MASTER_PORT; the data servers'; a second port of each host's server,
-# followed by TF_CONFIG's, one for each rank. Hosts that share a machine need ports of their own.
+ONLY_GROUP = "homogeneousCluster"  # SageMaker's name for the only group of a homogeneous job
+BASE_PORT = 7710  # the leader listens here
+# Offsets from BASE_PORT: rank 0's MASTER_PORT, the data servers' port, and the start of a range: a
+# second port for each host's server, then a TF_CONFIG port for each rank. Within the range every
+# port is used once, since hosts may share a machine.
 MASTER_PORT, SERVER_PORT, WORKER_PORT = 1, 2, 10
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What /opt/ml/input/config/resourceconfig.json says of the hosts, named algo-1, algo-2, ..."""
+    """The job's hosts (algo-1, algo-2, ...), from /opt/ml/input/config/resourceconfig.json."""
 
     host: str
     group: str
     instance_type: str
     network_interface: str
-    groups: dict[str, list[str]]  # group -> its hosts, by number
-    addresses: dict[str, str] = field(default_factory=dict)  # empty on AWS, where names resolve
+    groups: dict[str, list[str]]  # group -> its hosts, sorted by number
+    addresses: dict[str, str] = field(default_factory=dict)  # empty on AWS: host names resolve
     base_port: int = BASE_PORT
 
     @property
     def hosts(self) -> list[str]:
-        """All hosts, by group."""
+        """All hosts, group by group."""
         return sum(self.groups.values(), [])
 
     @property
     def rank(self) -> int:
-        """This host's place in its group, from 0."""
+        """This host's index in its group, from 0."""
         return self.groups[self.group].index(self.host)
 
     @property
     def bind_address(self) -> str:
-        """Where servers on this host listen."""
+        """The address that servers on this host listen on."""
         return self.addresses.get(self.host, "0.0.0.0")
 
     def address(self, host: str) -> str:
-        """Where `host` can be reached."""
+        """The address or name at which `host` can be reached."""
         return self.addresses.get(host, host)
 
     def where(self, *hosts: str) -> str:
-        """Hosts with their groups, for messages."""
+        """The hosts with their groups, for messages: "algo-1 (data_group), algo-2 (...)"."""
         group_of = {host: group for group, members in self.groups.items() for host in members}
         return ", ".join(f"{host} ({group_of[host]})" for host in sorted(hosts))
 
 
 def read_cluster(base_dir: Path = BASE_DIR) -> Cluster:
-    """Read resourceconfig.json; one without instance groups, of SDK local mode, has one group."""
+    """Read resourceconfig.json. Without instance groups (SDK local mode), all hosts are a group."""
     config = json.loads((base_dir / "input" / "config" / "resourceconfig.json").read_text())
     default = [{"instance_group_name": ONLY_GROUP, "hosts": config.get("hosts", [])}]
     groups = config.get("instance_groups", default)
@@ -60,7 +61,7 @@ def read_cluster(base_dir: Path = BASE_DIR) -> Cluster:
         group["instance_group_name"]: sorted(group["hosts"], key=lambda host: (len(host), host))
         for group in groups
     }
-    # The only trace of runs on one machine: loopback addresses and a range of ports for the job.
+    # Set only when all hosts share a machine: their loopback addresses, and the job's base port.
     local = json.loads(os.environ.get("LOCAL_SAGEMAKER", "{}"))
     return Cluster(
         config["current_host"],
@@ -73,19 +74,19 @@ def read_cluster(base_dir: Path = BASE_DIR) -> Cluster:
 
 
 def hyperparameters() -> list[str]:
-    """The job's hyperparameters, as SDK v3's own driver writes them: ["--batch-size", "128"]."""
+    """Return the job's hyperparameters, formatted as by SDK v3: ["--batch-size", "128"]."""
     pairs = json.loads(os.environ.get("SM_HPS", "{}")).items()
     return [w for k, v in pairs for w in (f"--{k}", v if isinstance(v, str) else json.dumps(v))]
 
 
 def accelerators() -> int:
-    """How many GPUs or Neuron devices this host has, as SageMaker counts; 1 if none."""
+    """Return how many GPUs or Neuron devices SageMaker counts on this host; 1 if none."""
     counts = [int(os.environ.get(name) or 0) for name in ("SM_NUM_GPUS", "SM_NUM_NEURONS")]
     return counts[0] or counts[1] or 1
 
 
 def rank_environment(cluster: Cluster, rank: int, ranks: int) -> dict[str, str]:
-    """What torchrun and TF_CONFIG would tell one of this host's `ranks` training processes."""
+    """Return a rank's variables: torchrun's and TF_CONFIG. `ranks`: how many this host has."""
     hosts = cluster.groups[cluster.group]
     places = [cluster.address(host) for host in hosts for _ in range(ranks)]
     first_port = cluster.base_port + WORKER_PORT + len(cluster.hosts)
@@ -104,9 +105,9 @@ def rank_environment(cluster: Cluster, rank: int, ranks: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "hetero",  # without it Lightning ignores RANK
         "TF_CONFIG": json.dumps(task),
     }
-    defaults: dict[str, object] = {}  # what the job's environment has set stays
+    defaults: dict[str, object] = {}  # used unless the job's environment sets them
     if cluster.network_interface in [name for _, name in socket.if_nameindex()]:
-        for library in ("GLOO", "NCCL", "TP"):  # they would guess
+        for library in ("GLOO", "NCCL", "TP"):  # otherwise they guess the interface
             defaults[f"{library}_SOCKET_IFNAME"] = cluster.network_interface
     if ranks > 1:
         defaults["OMP_NUM_THREADS"] = max(1, len(os.sched_getaffinity(0)) // ranks)
@@ -115,17 +116,17 @@ def rank_environment(cluster: Cluster, rank: int, ranks: int) -> dict[str, str]:
 
 
 def server_address(cluster: Cluster, host: str) -> str:
-    """Where the data server of a host is reached, HOST:PORT."""
+    """Return the address of a host's data server, HOST:PORT."""
     return f"{cluster.address(host)}:{cluster.base_port + SERVER_PORT}"
 
 
 def spare_address(cluster: Cluster) -> str:
-    """Where only this training host's ranks reach a server on its spare cores: no network."""
+    """Return the address of the server on spare cores: a Unix socket that only this host has."""
     return f"unix-abstract:{cluster.host}:{cluster.base_port}"
 
 
 def server_environment(cluster: Cluster, data_hosts: list[str]) -> dict[str, str]:
-    """What this host's data server is told; README has the table."""
+    """Return the data server's variables; the table in job.md describes them."""
     worker_port = cluster.base_port + WORKER_PORT + sorted(cluster.hosts).index(cluster.host)
     values = {
         "HETERO_SERVE_AT": f"{cluster.bind_address}:{cluster.base_port + SERVER_PORT}",
@@ -133,17 +134,17 @@ def server_environment(cluster: Cluster, data_hosts: list[str]) -> dict[str, str
         "HETERO_FIRST": "1" if data_hosts[0] == cluster.host else "0",
         "HETERO_JOURNAL": str(BASE_DIR / "journal"),
     }
-    if cluster.host not in data_hosts:  # on a training host: for its ranks, who have the GPUs
+    if cluster.host not in data_hosts:  # on a training host: leave the GPUs to its ranks
         values |= {"HETERO_SERVE_AT": spare_address(cluster), "CUDA_VISIBLE_DEVICES": "-1"}
     return values
 
 
 def proxy_exceptions(cluster: Cluster) -> dict[str, str]:
-    """What keeps libraries from asking a proxy for the job's hosts, as gRPC would for algo-2."""
+    """Return variables that keep libraries like gRPC from using a proxy for the job's hosts."""
     hosts = [*cluster.hosts, *cluster.addresses.values()]
     names, values = ("no_proxy", "NO_PROXY", "no_grpc_proxy"), {}
     for name, other in zip(names, ("NO_PROXY", "no_proxy", "no_proxy"), strict=True):
         value = os.environ.get(name, os.environ.get(other, ""))
-        if value != "*" or name == "no_grpc_proxy":  # "*" must stand alone; gRPC does not know it
+        if value != "*" or name == "no_grpc_proxy":  # "*" must stand alone; gRPC ignores it
             values[name] = ",".join([*hosts, value]).rstrip(",")
     return values

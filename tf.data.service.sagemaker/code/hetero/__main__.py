@@ -1,4 +1,4 @@
-"""What `python -m hetero` runs."""
+"""Entry point of `python -m hetero`."""
 
 from hetero.command import main
 

@@ -1,4 +1,4 @@
-"""The command: python -m hetero [options] SCRIPT [arguments]."""
+"""The command line: python -m hetero [options] SCRIPT [arguments]."""
 
 import argparse
 import os
@@ -12,25 +12,25 @@ USAGE = "python -m hetero [options] SCRIPT [arguments]; SCRIPT is a .py file, or
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run this host's part of the job; exit with status 1 if the job fails, or on wrong options.
+    """Run this host's part of the job; exit with status 1 if the job fails or an option is wrong.
 
     words: options, SCRIPT and arguments; by default those of the command line. The job's
-    hyperparameters follow the arguments, as `--name value`, so that they win.
+        hyperparameters are appended as `--name value`, so they override the arguments.
     """
     words = sys.argv[1:] if words is None else words
     options = {
-        "--train-group": {"default": "dnn_group", "help": "the group that trains"},
-        "--data-group": {"action": "append", "help": "a group that serves data (data_group)"},
+        "--train-group": {"default": "dnn_group", "help": "the training group (dnn_group)"},
+        "--data-group": {"action": "append", "help": "a group of data hosts (data_group)"},
         "--serve": {"metavar": "SCRIPT.py", "help": "what data hosts run (-m feed.server)"},
-        "--needed": {"choices": ["first"], "help": "the job fails without the first data host"},
-        "--ranks": {"type": number(1), "help": "on each training host (one for each GPU)"},
+        "--needed": {"choices": ["first"], "help": "fail without the first data host's server"},
+        "--ranks": {"type": number(1), "help": "per training host (one for each GPU)"},
         "--spare-cores": {"type": number(0, auto=None), "help": "vCPUs of training hosts for data"},
     }
     parser = argparse.ArgumentParser(prog="hetero", usage=USAGE, allow_abbrev=False)
     parser.error = lambda sentence: fail(f"python -m hetero: {sentence}.")
     for name, settings in options.items():
         parser.add_argument(name, **settings)
-    end = 0  # of the options; what follows SCRIPT is the script's own
+    end = 0  # of our options; arguments after SCRIPT are the script's
     while end < len(words) and words[end].partition("=")[0] in options:
         end += 1 if "=" in words[end] else 2
     end += words[end : end + 1] in (["-h"], ["--help"])
@@ -49,11 +49,11 @@ def main(words: list[str] | None = None) -> None:
 
 
 def number(least: int, **words: int | None) -> Callable[[str], int | None]:
-    """Return what reads a whole number from `least` on, or one of some words."""
+    """Return an argparse type: an integer of at least `least`, or one of `words`."""
 
     def read(text: str) -> int | None:
         if text not in words and not (text.isdecimal() and int(text) >= least):
-            these = " or ".join([f"a number from {least} on", *words])
+            these = " or ".join([f"a whole number >= {least}", *words])
             raise argparse.ArgumentTypeError(f"must be {these}, not {text!r}")
         return words[text] if text in words else int(text)
 
@@ -61,7 +61,7 @@ def number(least: int, **words: int | None) -> Callable[[str], int | None]:
 
 
 def command(script: list[str]) -> list[str]:
-    """Return what runs a script with its arguments, or a module; refuse anything else."""
+    """Return the command that runs a script or module with its arguments; refuse anything else."""
     if not script:
         fail(f"No script is given: {USAGE}.")
     name, *arguments = script

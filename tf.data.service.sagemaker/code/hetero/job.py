@@ -1,4 +1,4 @@
-"""The job on this host, from its first line in the log to its last."""
+"""Runs this host's part of the job, from the first line of its log to the last."""
 
 import asyncio
 import atexit
@@ -38,19 +38,19 @@ def run(
 ) -> None:
     """Run this host's part of the job, and exit with status 1 if the job fails.
 
-    train: the ranks' command. They start when all hosts are there; when all have ended, the job
-        ends.
-    serve: the command of the data servers, which run until then. One that ends is started again, a
-        few times, and then left alone; the job fails if it was the last one.
-    train_group: the group that trains. If there is one group only, that one does.
-    data_groups: those whose hosts serve data. The job may lack them.
-    ranks: on each training host; by default one for each GPU.
-    spare_cores: vCPUs of each training host for one more data server, which the job can do without;
-        by default all but a physical core for each rank, 0 for none.
-    needed: "first" if the job cannot do without the server of the first data host.
-    join_seconds: how long all hosts wait for the last one to come.
-    training_seconds, data_seconds: after how long without a sign of life a training or data host is
-        lost, and the job fails; also how long such a host waits for one of the leader.
+    train: command of each rank. Ranks start when all hosts have connected to the leader. The job
+        ends when all ranks have ended.
+    serve: command of each data server. A server that ends early is restarted a few times and then
+        given up. The job fails when no data host has a server left.
+    train_group: name of the training group. If the job has only one group, that group trains.
+    data_groups: names of the groups whose hosts serve data. The job need not have all of them.
+    ranks: number of ranks on each training host; by default one for each GPU.
+    spare_cores: number of vCPUs of each training host that run one more data server, which the job
+        can do without. By default all vCPUs except one physical core for each rank; 0 for none.
+    needed: "first" if the job must fail when it loses the first data host's server.
+    join_seconds: how long hosts wait for all others to connect.
+    training_seconds, data_seconds: how long a training or data host may be silent. After that, it
+        counts as lost and the job fails. It also gives up on a leader that is silent for so long.
     """
     try:
         cluster = read_cluster()
@@ -58,7 +58,7 @@ def run(
         sys.exit(f"hetero: this is not a host of a SageMaker training job: {error}.")
     who = f"host={cluster.host} group={cluster.group} instance_type={cluster.instance_type}"
     print(who, flush=True)
-    # The log's last line, after a failure's sentence: readers of the log see that it is complete.
+    # The last line of the log, even after a failure: it shows readers that the log is complete.
     atexit.register(print, f"host={cluster.host} ends", flush=True)
     if len(cluster.groups) == 1:
         [train_group], data_groups = cluster.groups, ()
@@ -69,7 +69,7 @@ def run(
         data_hosts = [host for group in data_groups for host in cluster.groups.get(group, [])]
         servers, spare = [server_address(cluster, host) for host in data_hosts], []
         if trains and data_hosts:
-            # A rank may start a process for each GPU itself.
+            # Count GPUs too: a single rank may start a process for each GPU itself.
             spare = find_spare_cores(max(ranks, accelerators()), spare_cores)
             servers += [spare_address(cluster)] if spare else []
             print(f"spare_cores={len(spare)}", flush=True)
@@ -86,12 +86,12 @@ def run(
             training_seconds=training_seconds,
             data_seconds=data_seconds,
         )
-        # For all that this host starts: a script in a subfolder finds what is beside that, too.
+        # Lets a script in a subfolder import modules from this folder.
         folders = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ.update(proxy_exceptions(cluster), PYTHONPATH=os.pathsep.join(folders))
         os.environ["HETERO_DATA_HOSTS"] = ",".join(servers)
         completed, reason = asyncio.run(take_part(plan))
-    except Exception as error:  # such as a port that is taken
+    except Exception as error:  # for example, the port is in use
         traceback.print_exc()
         where, what = cluster.where(cluster.host), f"{type(error).__name__}: {error}"
         completed, reason = False, f"The launcher on {where} failed: {what}."
@@ -100,7 +100,7 @@ def run(
 
 
 async def take_part(plan: Plan) -> list:
-    """Do this host's part, and lead the others from the leader's host; return how the job ends."""
+    """Run this host's part, and the leader if it is here; return [is completed, reason]."""
     cluster, member = plan.cluster, Member(plan)
     if cluster.host != plan.leader:
         return await member.take_part()
@@ -109,16 +109,16 @@ async def take_part(plan: Plan) -> list:
     await asyncio.start_server(leader.meet, *address, backlog=512, limit=LONGEST_LINE)
     leading = asyncio.ensure_future(leader.lead())
     try:
-        leader.decide(*await member.take_part())  # as it has decided, in most cases
+        leader.decide(*await member.take_part())  # usually what the leader has already decided
     except Exception as error:
         leader.fail(error)
     return await leading
 
 
 def fail(sentence: str) -> None:
-    """End this host, and with it the job, with `sentence` as the FailureReason."""
-    with contextlib.suppress(OSError):  # no training job, or no space: then the log has it
+    """Exit with status 1, which fails the job, with `sentence` as the FailureReason."""
+    with contextlib.suppress(OSError):  # not in a training job, or disk full: the log has it
         (BASE_DIR / "output").mkdir(exist_ok=True)
-        text = sentence[:1024]  # SageMaker shows no more
+        text = sentence[:1024]  # SageMaker shows at most this much
         (BASE_DIR / "output" / "failure").write_text(text, encoding="utf-8", errors="replace")
     sys.exit(f"hetero: {sentence}")

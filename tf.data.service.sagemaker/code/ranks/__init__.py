@@ -1,4 +1,4 @@
-"""How the ranks of a training keep in step, by tf.distribute or by Horovod: copy this folder."""
+"""Keep the ranks of a training in step, with tf.distribute or Horovod. Copy this folder."""
 
 from ranks.collectives import HorovodRanks, TensorFlowRanks, connect
 

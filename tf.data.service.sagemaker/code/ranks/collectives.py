@@ -1,8 +1,8 @@
-"""How the ranks of a training keep in step: by TensorFlow's own collectives, or by Horovod's.
+"""Keep the ranks of a training in step, with TensorFlow's own collectives or Horovod's.
 
-A rank is a process with a GPU, if there are any, and a share of its host's cores. Either class
-here says which one this is, `rank` of `size`, and makes two things the same on all of them: the
-mean of their gradients, and the variables with which they begin. Only one class is ever in use.
+A rank is a process with one GPU, if the host has any, and a share of the host's cores. Both classes
+here tell a process its `rank` and the number of ranks, `size`. `mean` averages gradients over the
+ranks, and `from_rank_0` gives all ranks the same initial variables. A job uses one class only.
 """
 
 import os
@@ -14,9 +14,9 @@ import tensorflow as tf
 
 
 class TensorFlowRanks:
-    """tf.distribute's collectives: over NCCL between GPUs, and else over gRPC.
+    """The collectives of tf.distribute: over NCCL between GPUs, over gRPC otherwise.
 
-    The ranks find each other by TF_CONFIG, which hetero/ sets; without it there is one.
+    The ranks find each other through TF_CONFIG, which hetero/ sets. Without it there is one rank.
     """
 
     def __init__(self):
@@ -26,22 +26,22 @@ class TensorFlowRanks:
         )
         kinds = tf.distribute.experimental.CommunicationImplementation
         self.options = tf.distribute.experimental.CommunicationOptions(
-            # On its own it would choose gRPC between GPUs too, where nothing has been traced yet.
+            # By default it would use gRPC between GPUs too, as long as nothing has been traced.
             implementation=kinds.NCCL if self.gpus else kinds.RING,
-            bytes_per_pack=16 << 20,  # one call for each tensor takes longer, and one for all
+            bytes_per_pack=16 << 20,  # faster than one call per tensor, and than one for all
         )
-        # For its collectives only: strategy.scope() and model.fit() would make nothing shorter.
+        # Used for its collectives only: strategy.scope() and model.fit() would not simplify this.
         self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
             communication_options=self.options
         )
         self.size = self.strategy.num_replicas_in_sync
 
     def mean(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return their means over the ranks. All have one dtype, and shapes known beforehand."""
+        """Return each tensor's mean over the ranks. All must have one dtype, and static shapes."""
         return [total / self.size for total in self._sum(tensors)]
 
     def from_rank_0(self, variables: list[tf.Variable]) -> None:
-        """Give the variables the values that they have on rank 0: a sum, to which others add 0."""
+        """Set the variables to their values on rank 0, by a sum to which other ranks add 0."""
         values = [tf.identity(v) if self.rank == 0 else tf.zeros_like(v) for v in variables]
         for dtype in sorted({value.dtype.name for value in values}):
             same = [n for n, value in enumerate(values) if value.dtype.name == dtype]
@@ -53,15 +53,16 @@ class TensorFlowRanks:
         def of_all_ranks(*tensors: tf.Tensor) -> list[tf.Tensor]:
             tensors = [tf.identity(tensor) for tensor in tensors]
             context = tf.distribute.get_replica_context()
-            return context.all_reduce("SUM", tensors, self.options)  # ignores the strategy's own
+            # all_reduce does not use the options of the strategy, so pass them again.
+            return context.all_reduce("SUM", tensors, self.options)
 
         return self.strategy.run(of_all_ranks, tensors)
 
 
 class HorovodRanks:
-    """Horovod's: the published way, for containers that have it.
+    """Horovod, as in the results that AWS published. The container must have it.
 
-    The ranks find each other as horovod_rank.py has told them.
+    The ranks find each other through the environment that horovod_rank.py sets.
     """
 
     def __init__(self):
@@ -72,24 +73,24 @@ class HorovodRanks:
         self.gpus = take_share(hvd.local_rank(), hvd.local_size())
 
     def mean(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return their means over the ranks."""
+        """Return each tensor's mean over the ranks."""
         return self.hvd.grouped_allreduce(tensors, op=self.hvd.Average)
 
     def from_rank_0(self, variables: list[tf.Variable]) -> None:
-        """Give the variables the values that they have on rank 0."""
+        """Set the variables to their values on rank 0."""
         self.hvd.broadcast_variables(variables, root_rank=0)
 
 
 def connect(distribution: str) -> TensorFlowRanks | HorovodRanks:
-    """Become one of the ranks; to be called before TensorFlow is used for anything else."""
+    """Join the other ranks. Call this before you use TensorFlow for anything else."""
     return TensorFlowRanks() if distribution == "tf.distribute" else HorovodRanks()
 
 
 def take_share(local_rank: int, local_size: int) -> int:
-    """Take this rank's GPU and its share of the cores; return how many GPUs the host has.
+    """Take this rank's GPU and its share of the cores. Return the number of GPUs on the host.
 
-    Ends the program if TensorFlow misses GPUs of the host: a CPU would train at their price.
-    SageMaker counts the host's GPUs in SM_NUM_GPUS.
+    Ends the program if TensorFlow sees fewer GPUs than SM_NUM_GPUS, which SageMaker sets: the job
+    would train on CPUs at the price of GPUs.
     """
     gpus, there = tf.config.list_physical_devices("GPU"), int(os.environ.get("SM_NUM_GPUS", "0"))
     if len(gpus) < there:
@@ -99,8 +100,8 @@ def take_share(local_rank: int, local_size: int) -> int:
         cuda = tf.sysconfig.get_build_info().get("cuda_version")
         sys.exit(
             f"collectives.py: error: the host has {there} GPUs (SM_NUM_GPUS), but TensorFlow sees "
-            f"{len(gpus)}: driver {driver} does not fit the image's CUDA {cuda}. Take an image "
-            "with an older CUDA, or its libraries for older drivers."
+            f"{len(gpus)}: driver {driver} does not fit the image's CUDA {cuda}. Use an image "
+            "with an older CUDA, or the image's CUDA libraries for older drivers."
         )
     if gpus:
         tf.config.set_visible_devices(gpus[local_rank], "GPU")

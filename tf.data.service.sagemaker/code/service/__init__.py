@@ -1,12 +1,12 @@
-"""tf.data.service by one line of a training script: copy this folder.
+"""Run a tf.data pipeline on data hosts, with one line in the training script. Copy this folder.
 
     dataset = distribute(dataset)  # after the last map and batch
 
-distributed.py  the line
+distributed.py  distribute
 pipelines.py    which pipelines it refuses, and why
-waiting.py      what is said until the first batch comes
-functions.py    Python functions in a pipeline: numpy_function
-serve.py        a data host: python service/serve.py
+waiting.py      what it prints until the first batch arrives
+functions.py    numpy_function: Python functions in a pipeline
+serve.py        the program of a data host: python service/serve.py
 """
 
 from service.distributed import distribute

@@ -1,4 +1,4 @@
-"""The line of a training script: dataset = distribute(dataset)."""
+"""The line that a training script adds: dataset = distribute(dataset)."""
 
 import os
 import re
@@ -18,43 +18,46 @@ used_names: set[str] = set()
 def distribute(
     dataset: tf.data.Dataset, name: str = "training", allow: Collection[str] = (), **options: Any
 ) -> tf.data.Dataset:
-    """Have the data hosts that HETERO_DATA_HOSTS names run a pipeline; without any, return it.
+    """Run a pipeline on the data hosts that HETERO_DATA_HOSTS names. Without any, return it as is.
 
-    dataset: with its last map and batch. Each batch goes to one of the ranks, so there is no
-        `shard` in it. Data hosts have the files that it reads under the same names.
-    name: the same on all ranks, and another one for each further dataset, such as "validation".
-    allow: ops to let through that would be refused, such as "Scan".
-    options: others of tf.data.experimental.service.distribute.
+    dataset: the pipeline, with its last map and batch, but without a `shard`, because each batch
+        goes to one rank. The files that it reads must have the same names on the data hosts.
+    name: the same on all ranks, and different for each dataset, such as "validation".
+    allow: ops to accept that are otherwise refused, such as "Scan".
+    options: further options of tf.data.experimental.service.distribute.
 
-    Raises ValueError for a pipeline whose samples would be others there (pipelines.py), for a name
-    that has been used, if several ranks are not in step, and if they are to train on a dataset that
-    ends, as they would get unequal numbers of batches. ConnectionError if the dispatcher cannot be
-    reached for 120 s; the process ends if no worker comes for so long.
+    Raises ValueError if data hosts would produce different samples (pipelines.py), if the name has
+    been used, if several ranks are not in step, or if several ranks would train on a dataset that
+    ends, because they would get unequal numbers of batches. Raises ConnectionError if the
+    dispatcher cannot be reached for 120 s. If no worker comes for 120 s, the process exits.
     """
     ranks = int(os.environ.get("WORLD_SIZE") or 1)
     if ranks > 1 and not are_in_step():
         raise ValueError(
             f"distribute: WORLD_SIZE is {ranks}, but nothing keeps the ranks in step: each would "
-            "train alone. Instead, make TensorFlowRanks (ranks/) or MultiWorkerMirroredStrategy "
-            "before, or call hvd.init(). If something else does, remove WORLD_SIZE from os.environ."
+            "train alone. First create TensorFlowRanks (ranks/) or MultiWorkerMirroredStrategy, or "
+            "call hvd.init(). If something else keeps them in step, remove WORLD_SIZE from "
+            "os.environ."
         )
     dispatcher = os.environ.get("HETERO_DATA_HOSTS", "").split(",")[0]
     if not dispatcher:
         return dataset
     if not re.fullmatch(r"[^\s:]+:\d{1,5}", dispatcher):
-        raise ValueError(f"distribute: HETERO_DATA_HOSTS begins with no HOST:PORT: {dispatcher!r}")
+        raise ValueError(
+            f"distribute: HETERO_DATA_HOSTS must begin with HOST:PORT, not {dispatcher!r}"
+        )
     if not tf.executing_eagerly():
         raise ValueError("distribute: call it outside of a tf.function")
     is_endless = check(dataset, allow)
     if name == "training" and ranks > 1 and not is_endless:
         raise ValueError(
             f"distribute: {ranks} ranks would get unequal numbers of batches, and wait for each "
-            "other at the end. Instead, repeat() the dataset, and train a number of steps."
+            "other at the end. Call repeat() on the dataset, and train for a number of steps."
         )
     if name in used_names:
         raise ValueError(
             f"distribute: another dataset has the name {name!r}, and they would get each other's "
-            "batches. Instead, give each a name=, the same on all ranks."
+            "batches. Pass a different name= for each dataset, the same on all ranks."
         )
     wait_for_dispatcher(dispatcher)
     used_names.add(name)
@@ -63,13 +66,13 @@ def distribute(
         processing_mode=tf.data.experimental.service.ShardingPolicy.DYNAMIC,
         service=f"grpc://{dispatcher}",
         job_name=name,
-        **{"compression": None, **options},  # compressing takes more time than the network
+        **{"compression": None, **options},  # compression takes longer than the network
     )
     return watched(dataset.apply(distributed), dispatcher, name)
 
 
 def are_in_step() -> bool:
-    """Whether this process has joined other ranks, by TensorFlow's collectives or Horovod."""
+    """Return whether TensorFlow's collectives or Horovod connect this process with other ranks."""
     horovod = sys.modules.get("horovod.tensorflow")
     joined = context.context()._collective_ops_server_def
     return bool(joined or (horovod and horovod.is_initialized()))

@@ -8,10 +8,10 @@ from tensorflow.python.ops import script_ops
 
 
 def numpy_function(function: Callable, inputs: Sequence[Any], types: Any) -> Any:
-    """Return what tf.numpy_function would, on a data host too.
+    """Do the same as tf.numpy_function, but also on data hosts.
 
-    The host has the function if its serve.py gives it to `service.serve.main`. It must be one of a
-    module that both import, by its name. Raises ValueError for another, such as a lambda.
+    A data host has the function if its serve.py passes it to `service.serve.main`. Both import it
+    by name from a module. Raises ValueError for other functions, such as a lambda.
     """
     is_one = isinstance(types, tf.DType)
     types = [types] if is_one else types
@@ -20,15 +20,15 @@ def numpy_function(function: Callable, inputs: Sequence[Any], types: Any) -> Any
 
 
 def register(function: Callable) -> str:
-    """Let TensorFlow find a function in this process by module and name; return both.
+    """Register a function with TensorFlow in this process as "module:name", and return that.
 
-    tf.numpy_function numbers functions, which would be other ones in another process.
+    tf.numpy_function numbers its functions instead, and numbers differ between processes.
     """
     module, name = function.__module__, function.__qualname__
     if module == "__main__" or not name.isidentifier():
         raise ValueError(
-            f"numpy_function: data hosts cannot import {name} of {module}: let it be a function of "
-            "a module beside the training script, at its top level"
+            f"numpy_function: data hosts cannot import {name} of {module}: define the function at "
+            "the top level of a module beside the training script"
         )
     script_ops._py_funcs._funcs[f"{module}:{name}"] = function  # the module keeps it alive
     return f"{module}:{name}"

@@ -1,9 +1,10 @@
-"""Which pipelines keep their meaning when tf.data.service shares them out, and which do not.
+"""Which pipelines give the same samples when tf.data.service runs them, and which do not.
 
-Every worker runs the whole pipeline, and the dispatcher shares out each of its *sources* by itself:
-one file name, number or row at a time (ShardingPolicy.DYNAMIC). So what pairs two sources, counts,
-or remembers what has passed by does so for one worker's share, and TensorFlow says nothing. Inside
-the function of an `interleave` or `flat_map`, which is about one file, it is right.
+Every worker runs the whole pipeline, and the dispatcher gives out the items of each *source*
+independently: one file name, number or row at a time (ShardingPolicy.DYNAMIC). So an op that pairs
+two sources, or that counts or remembers what passes through, sees only one worker's share, and
+TensorFlow does not warn. Such ops are correct inside the function of an `interleave` or `flat_map`,
+which handles one file.
 """
 
 import re
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 GraphDef, NodeDef = tf.compat.v1.GraphDef, tf.compat.v1.NodeDef
-IGNORE = 1  # what ops remember, such as a generator's state: it begins anew on data hosts
-# With these each sample comes once in each pass, with its label, but for what RULES say.
+IGNORE = 1  # state of ops, such as a random generator's, which starts anew on data hosts
+# With these ops each sample comes once in each pass, with its label, except as RULES say.
 RIGHT = (
     "Range TensorSlice Tensor Random Concatenate Repeat Shuffle ShuffleAndRepeat Map ParallelMap "
     "MapAndBatch Filter FlatMap Interleave ParallelInterleave LegacyParallelInterleave "
@@ -24,7 +25,7 @@ RIGHT = (
 
 
 class Pipeline:
-    """The graph of a dataset, as it goes to the data hosts."""
+    """The graph of a dataset, as it is sent to the data hosts."""
 
     def __init__(self, dataset: tf.data.Dataset):
         graph = tf.raw_ops.DatasetToGraphV2(
@@ -38,17 +39,17 @@ class Pipeline:
         return [self.nodes[re.sub(r"^\^|:\d+$", "", name)] for name in node.input]
 
     def above(self, node: NodeDef) -> Iterator[NodeDef]:
-        """Yield a node, and all that comes before it."""
+        """Yield a node and everything that comes before it."""
         yield node
         for each in self.inputs(node):
             yield from self.above(each)
 
     def argument(self, node: NodeDef, place: int) -> Any:
-        """Return the value of one of a node's inputs."""
+        """Return the value of one of a node's constant inputs."""
         return value(self.inputs(node)[place])
 
     def is_endless(self, node: NodeDef) -> bool:
-        """Whether it has a `repeat()`, or a range without end, before it or in itself."""
+        """Return whether a node is an endless `repeat()` or range, or has one before it."""
         op, counts = op_of(node), {"Repeat": 1, "ShuffleAndRepeat": 4}
         if op == "Range" and self.argument(node, 1) == tf.int64.max:
             return True
@@ -61,7 +62,7 @@ class Pipeline:
 
 
 class Rule(NamedTuple):
-    """What is refused, by what people call it; what would go wrong; what to do instead."""
+    """Ops to refuse: what users call them, what would go wrong, and what to do instead."""
 
     ops: str
     name: str
@@ -76,7 +77,7 @@ def after_shuffle(pipeline: Pipeline, node: NodeDef) -> bool:
 
 
 def is_no_choice(pipeline: Pipeline, node: NodeDef) -> bool:
-    """Whether random numbers are for anything but sample_from_datasets."""
+    """Return whether random numbers are used for anything but sample_from_datasets."""
     choosing = [each for each in pipeline.graph.node if op_of(each) == "DirectedInterleave"]
     chosen_by = [each.name for one in choosing for each in pipeline.above(pipeline.inputs(one)[0])]
     return node.name not in chosen_by
@@ -91,7 +92,7 @@ def stops(pipeline: Pipeline, node: NodeDef) -> bool:
 
 
 def joins_neighbours(pipeline: Pipeline, node: NodeDef) -> bool:
-    """Whether it makes batches of batches."""
+    """Return whether a node makes batches of batches."""
     before = pipeline.inputs(node)[0]
     while op_of(before) in ("Map", "ParallelMap", "Shuffle", "Repeat", "Prefetch", "Filter"):
         before = pipeline.inputs(before)[0]
@@ -103,7 +104,7 @@ def drops(pipeline: Pipeline, node: NodeDef) -> bool:
 
 
 def drops_within(pipeline: Pipeline, node: NodeDef) -> bool:
-    """Whether the function that makes something of a group does anything but batch all of it."""
+    """Return whether the function for a group does anything but map it and batch all of it."""
     nodes = {each.name: each for each in pipeline.functions[node.attr["reduce_func"].func.name]}
     for each in nodes.values():
         if op_of(each) in BATCHES.split():
@@ -116,57 +117,61 @@ def drops_within(pipeline: Pipeline, node: NodeDef) -> bool:
 
 
 BATCHES = "Batch ParallelBatch PaddedBatch MapAndBatch"
-IN_PYTHON = "share out the files or rows in Python, before they become a dataset"
-READS_ALL = "every worker would read everything"
+IN_PYTHON = "split the files or rows in Python, before you make a dataset of them"
+READS_ALL = "each worker would read all of the data"
 # fmt: off
 RULES = [
-    Rule("Zip", "a zip, enumerate, image_dataset_from_directory or the like of Keras",
-         "samples would get labels and numbers of others",
-         "make one source of what belongs together, from_tensor_slices((paths, labels))"),
-    Rule("Scan", "a scan, or Dataset.counter", "each worker would begin its own count or state",
-         "count in the source, as with Dataset.range(tf.int64.max)"),
-    Rule("Random", "a Dataset.random", "workers would draw the same numbers",
-         "draw in map, by tf.random.stateless_uniform, a seed from the sample", is_no_choice),
-    Rule("Take", "a take", "each worker would take so many", IN_PYTHON,
+    Rule("Zip", "a zip, an enumerate, or a Keras utility like image_dataset_from_directory",
+         "samples would get the labels or numbers of other samples",
+         "put what belongs together into one source: from_tensor_slices((paths, labels))"),
+    Rule("Scan", "a scan, or Dataset.counter", "each worker would keep its own count or state",
+         "count in the source, for example with Dataset.range(tf.int64.max)"),
+    Rule("Random", "a Dataset.random", "workers could draw the same numbers",
+         "call tf.random.stateless_uniform in map, with a seed from the sample", is_no_choice),
+    Rule("Take", "a take", "each worker would take that many", IN_PYTHON,
          lambda pipeline, node: pipeline.argument(node, 1) >= 0),
-    Rule("Skip", "a skip", "each worker would skip so many", IN_PYTHON,
+    Rule("Skip", "a skip", "each worker would skip that many", IN_PYTHON,
          lambda pipeline, node: pipeline.argument(node, 1) != 0),
-    Rule("TakeWhile", "a take_while", "each worker would end by itself", "filter"),
-    Rule("Shard", "a shard", "the other shards would never come",
-         "call it only where HETERO_DATA_HOSTS is empty",
+    Rule("TakeWhile", "a take_while", "each worker would stop on its own", "use filter"),
+    Rule("Shard", "a shard", "the other shards would never be read",
+         "call shard only if HETERO_DATA_HOSTS is empty",
          lambda pipeline, node: pipeline.argument(node, 1) != 1),
-    Rule("Cache", "a cache", "each worker would repeat its own share for ever, or lose it",
-         "leave it out"),
-    Rule("Window", "a window", "it would join samples that are no neighbours",
-         "call it inside the function of flat_map, for one file"),
-    Rule("Unique", "a unique", "a sample would come once from each worker", "do it beforehand"),
+    Rule("Cache", "a cache", "each worker would repeat its own share forever, or lose it",
+         "remove it"),
+    Rule("Window", "a window", "it would join samples that are not adjacent",
+         "call window inside the function of flat_map, for one file"),
+    Rule("Unique", "a unique", "a sample could come once from each worker",
+         "remove duplicates before you make the dataset"),
     Rule("AssertCardinality", "an assert_cardinality", "no worker has all samples",
-         "call it afterwards, or give tfds ReadConfig(assert_cardinality=False)"),
-    Rule("DataService", "a distribute", "it would be shared out twice", "call it once"),
+         "call it after distribute, or pass ReadConfig(assert_cardinality=False) to tfds"),
+    Rule("DataService", "a distribute", "it would be distributed twice", "call distribute once"),
     Rule("Interleave", "an interleave after shuffle, list_files or repeat", READS_ALL,
-         "give interleave num_parallel_calls=tf.data.AUTOTUNE, or list_files shuffle=False",
+         "pass num_parallel_calls=tf.data.AUTOTUNE to interleave, or shuffle=False to list_files",
          after_shuffle),
     Rule("GroupByWindow", "a bucket_by_sequence_length or group_by_window after shuffle or repeat",
-         READS_ALL, "shuffle and repeat after it", after_shuffle),
-    Rule("GroupByWindow", "a group_by_window that drops or takes some of a group",
-         "each worker would for its own groups", "let it batch all of a group", drops_within),
-    Rule("DirectedInterleave", "a choose_from_datasets", "each worker would make some choices only",
-         "sample_from_datasets", is_not_random),
+         READS_ALL, "call shuffle and repeat after it", after_shuffle),
+    Rule("GroupByWindow", "a group_by_window that may drop part of a group",
+         "each worker would drop part of its own groups", "let it batch the whole group",
+         drops_within),
+    Rule("DirectedInterleave", "a choose_from_datasets",
+         "each worker would make only some of the choices", "use sample_from_datasets",
+         is_not_random),
     Rule("DirectedInterleave", "a sample_from_datasets with stop_on_empty_dataset=True",
-         "each worker would stop by itself", "repeat() each of the datasets", stops),
-    Rule(BATCHES, "a batch of batches", "it would join samples that are no neighbours",
-         "make sequences in the function of flat_map, for one file", joins_neighbours),
+         "each worker would stop on its own", "call repeat() on each of the datasets", stops),
+    Rule(BATCHES, "a batch of batches", "it would join samples that are not adjacent",
+         "make sequences inside the function of flat_map, for one file", joins_neighbours),
     Rule(f"{BATCHES} Rebatch", "a batch with drop_remainder=True",
-         "each worker would drop samples in each pass", "repeat() before it, or keep all", drops),
+         "each worker would drop samples in each pass",
+         "call repeat() before it, or keep the remainder", drops),
 ]
 # fmt: on
 KNOWN = {*RIGHT.split(), *(op for rule in RULES for op in rule.ops.split())}
 
 
 def check(dataset: tf.data.Dataset, allow: Collection[str] = ()) -> bool:
-    """Return whether a dataset is endless; raise ValueError if it cannot be shared out.
+    """Return whether a dataset is endless. Raise ValueError if data hosts would get it wrong.
 
-    allow: ops that would be refused, by TensorFlow's names without Dataset, such as "Scan".
+    allow: ops to accept anyway, by TensorFlow's names without "Dataset", such as "Scan".
     """
     pipeline = Pipeline(dataset)
     for node in pipeline.graph.node:
@@ -176,19 +181,19 @@ def check(dataset: tf.data.Dataset, allow: Collection[str] = ()) -> bool:
                 refuse(rule.name, rule.wrong, rule.instead)
         if op and op not in KNOWN and op not in allow:
             refuse(
-                f"a {op}Dataset, which nobody has tried here",
-                "its samples might be others",
-                f"leave it out, or count the samples, and then allow=[{op!r}]",
+                f"a {op}Dataset, which has not been tested here",
+                "samples might be lost, repeated or mixed up",
+                f"remove it, or count the samples yourself and then pass allow=[{op!r}]",
             )
     for nodes in pipeline.functions.values():
         if any(":" not in node.attr["token"].s.decode() for node in nodes if "PyFunc" in node.op):
             refuse(
                 "a Python function (py_function, numpy_function, from_generator)",
                 "data hosts do not have it",
-                "call service.numpy_function, or take PyTorch's loader, which Keras knows, too",
+                "use service.numpy_function, or PyTorch's loader, which Keras accepts too",
             )
         ops = " ".join(node.op for node in nodes)
-        # A Keras layer with random numbers assigns its generator's state.
+        # A Keras layer that draws random numbers assigns its generator's state: that is harmless.
         is_assigned = "AssignVariableOp" in ops and "Random" not in ops
         if is_assigned or re.search("Assign(Add|Sub)VariableOp|LookupTableInsert", ops):
             refuse(
@@ -208,6 +213,6 @@ def value(node: NodeDef) -> Any:
 
 
 def op_of(node: NodeDef) -> str:
-    """Return a dataset's op, such as Map for MapDatasetV2; "" for another node."""
+    """Return the name of a dataset's op, such as Map for MapDatasetV2, or "" for other nodes."""
     match = re.fullmatch(r"(\w+?)Dataset(V\d+)?", node.op)
     return match[1] if match else ""

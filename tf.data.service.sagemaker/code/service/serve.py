@@ -1,9 +1,9 @@
-"""A data host's part in tf.data.service: workers, and on the first host the dispatcher.
+"""The program of a data host: workers of tf.data.service and, on the first host, the dispatcher.
 
     python -m hetero --serve service/serve.py --needed first train.py
 
-It needs nothing of the training script, since pipelines come to it as graphs. Only what these call
-by `numpy_function` it must be given, by a script of yours in its place:
+It needs nothing from the training script, because pipelines arrive as graphs. If they call Python
+functions by `numpy_function`, use a script of your own instead, which passes these functions:
 
     import my_data
     from service import serve
@@ -21,18 +21,19 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # a training host's GPUs belong to its ranks
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the autoscaler, not in use here, warns
-if not __package__:  # it runs as a script
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hide warnings of the unused autoscaler
+if not __package__:  # this file runs as a script
     sys.path[0] = str(Path(__file__).parents[1])
 
 
 def main(functions: Sequence[Callable] = (), processes: int = 1) -> None:
-    """Serve until a signal ends this process; exit with status 1 if a worker ends.
+    """Serve until a signal ends this process. Exit with status 1 if a worker ends.
 
-    processes: workers, each a process. One is enough for TensorFlow's ops, which use all cores;
-    Python functions of one process take turns.
+    functions: those that pipelines call through `numpy_function`.
+    processes: how many workers to run, each in its own process. One is enough for TensorFlow's ops,
+        which use all cores, but the Python functions of one process take turns.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # which ends the workers, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # also ends the workers
     dispatcher = os.environ["HETERO_DATA_HOSTS"].split(",")[0]
     spawn = multiprocessing.get_context("spawn")
     workers = [
@@ -45,13 +46,13 @@ def main(functions: Sequence[Callable] = (), processes: int = 1) -> None:
     if os.environ["HETERO_FIRST"] == "1":
         dispatch(dispatcher, ended)
     wait(ended)
-    sys.exit("service: a worker has ended")
+    sys.exit("service: a worker process has ended, see its output above")
 
 
 def dispatch(dispatcher: str, ended: list[int]) -> None:
-    """Be the dispatcher, which shares out the sources, until a worker process here ends.
+    """Run the dispatcher, which divides the sources among the workers, until a worker here ends.
 
-    Its journal lets it go on where it was when it is started again.
+    It keeps a journal, so that it continues where it was if it is restarted.
     """
     import tensorflow as tf
 
@@ -63,14 +64,14 @@ def dispatch(dispatcher: str, ended: list[int]) -> None:
     _server, known = service.DispatchServer(config), []
     print(f"dispatcher at {dispatcher}", flush=True)
     while not wait(ended, timeout=1):
-        missing, workers = look(dispatcher)  # it may be too busy to answer
+        missing, workers = look(dispatcher)  # the dispatcher may be too busy to answer
         if not missing and workers != known:
             known = workers
             print(f"dispatcher: {len(known)} workers: {', '.join(known)}", flush=True)
 
 
 def work(dispatcher: str, functions: Sequence[Callable], number: int) -> None:
-    """Be a worker, which runs pipelines on its share of their sources."""
+    """Run a worker, which runs pipelines on its share of their sources."""
     import tensorflow as tf
 
     from service.functions import register
@@ -80,7 +81,7 @@ def work(dispatcher: str, functions: Sequence[Callable], number: int) -> None:
     host, _, port = os.environ["HETERO_WORKER"].rpartition(":")
     config = tf.data.experimental.service.WorkerConfig(
         dispatcher,
-        # Only the first one has a port of its own; the others take any that is free.
+        # The first worker has a fixed port; the others take any free one.
         worker_address=f"{host}:%port%" if number else f"{host}:{port}",
         port=0 if number else int(port),
     )

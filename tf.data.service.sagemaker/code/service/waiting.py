@@ -1,6 +1,6 @@
-"""What is said, and done, until the first batch of a dataset comes.
+"""What `distribute` does and prints until the first batch of a dataset arrives.
 
-TensorFlow waits for ever, without a word, also for hosts that are not there.
+TensorFlow itself waits forever and prints nothing, even if the hosts do not exist.
 """
 
 import os
@@ -15,26 +15,27 @@ import grpc
 import tensorflow as tf
 
 HOPELESS_SECONDS = 120  # without a dispatcher or a worker
-TELL_SECONDS = 60  # between two lines
+TELL_SECONDS = 60  # between two printed lines
 
 
 def wait_for_dispatcher(dispatcher: str) -> None:
-    """Return when a dispatcher answers; raise ConnectionError if it does not for 120 s."""
+    """Wait until the dispatcher answers. Raise ConnectionError if it does not within 120 s."""
     deadline = time.monotonic() + HOPELESS_SECONDS
     while missing := look(dispatcher)[0]:
         if missing.startswith("no worker"):
             return
         if time.monotonic() > deadline:
-            raise ConnectionError(f"distribute: for {HOPELESS_SECONDS} s {missing}")
+            raise ConnectionError(f"distribute: gave up after {HOPELESS_SECONDS} s: {missing}")
         time.sleep(1)
 
 
 def watched(dataset: tf.data.Dataset, dispatcher: str, name: str) -> tf.data.Dataset:
-    """Return the dataset. Until its first batch comes, a thread says what is there and what not.
+    """Return the dataset. Until its first batch arrives, a thread prints what it is waiting for.
 
-    It ends the process if that is hopeless: the training waits in C++, and hears nothing else.
+    The thread ends the process if dispatcher or workers are missing for 120 s. An exception would
+    not reach the training, which waits in C++.
     """
-    with tf.device("CPU:0"):  # by raw ops, as a strategy would make a tf.Variable its own
+    with tf.device("CPU:0"):  # raw ops, because a strategy would turn a tf.Variable into its own
         has_come = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=f"{name} has come")
         tf.raw_ops.AssignVariableOp(resource=has_come, value=False)
 
@@ -54,7 +55,7 @@ def watched(dataset: tf.data.Dataset, dispatcher: str, name: str) -> tf.data.Dat
             now = time.monotonic()
             there_at = there_at if missing else now
             if now > there_at + HOPELESS_SECONDS:
-                print(f"distribute: for {HOPELESS_SECONDS} s {missing}.", flush=True)
+                print(f"distribute: gave up after {HOPELESS_SECONDS} s: {missing}.", flush=True)
                 os._exit(1)
             if now > told_at + TELL_SECONDS:
                 told_at = now
@@ -66,9 +67,9 @@ def watched(dataset: tf.data.Dataset, dispatcher: str, name: str) -> tf.data.Dat
 
 
 def look(dispatcher: str) -> tuple[str, list[str]]:
-    """Return what keeps batches from coming, as far as it can be seen, and the workers' addresses.
+    """Return what keeps batches from arriving, as far as it can tell, and the workers' addresses.
 
-    The former is "" if nothing does.
+    The first is "" if nothing does.
     """
     host, _, port = dispatcher.rpartition(":")
     try:
@@ -80,7 +81,7 @@ def look(dispatcher: str) -> tuple[str, list[str]]:
         return f"the dispatcher at {dispatcher} cannot be reached ({error})", []
     except grpc.RpcError as error:
         return (
-            f"what listens at {dispatcher} does not answer as a dispatcher ({error.details()})",
+            f"the program at {dispatcher} does not answer as a dispatcher ({error.details()})",
             [],
         )
     workers = sorted(re.findall(r"[\w.-]+:\d+", said))
