@@ -20,10 +20,11 @@ from shared.monitoring.describe import describe
 from shared.monitoring.log import GrowingLog, hosts_of, logged, step_table, steps
 
 POINTS = 10  # lab 1: an answer may be off by so many percentage points
-PERCENT = 10  # lab 2: a prediction may be off by so many percent
+PERCENT = 10  # labs 2 and 4: a prediction may be off by so many percent
 HEAVIER = 4  # lab 2: twice `augment` means four times the pixels, and the work
 VICTIMS = ("data server", "launcher")
 ENDS = ("Completed", "Failed")
+RANKS = (1, 2, 4)  # lab 4
 WAITING = "Waiting for your answer: put it in place of None, and run this cell again."
 
 
@@ -192,9 +193,60 @@ def check_ending(expected: str, job_name: str, killed_at: datetime, undisturbed:
     return Verdict(right, f"{'Right' if right else 'No'}: {' '.join(told)}{hint}")
 
 
+def check_state(state_bytes: Any, parameters: float) -> Verdict:
+    """Lab 4: how many bytes of state does rank 0 keep, with DDP and with FSDP, on RANKS ranks?
+
+    Args:
+        state_bytes: The learner's answer, {"ddp": [bytes for each of RANKS], "fsdp": [...]}.
+        parameters: How many parameters the model has. Adam trains them, all in float32.
+    """
+    if state_bytes is None:
+        return Verdict(False, WAITING)
+    if not _is_table(state_bytes):
+        return _not_yet(
+            'state_bytes is {"ddp": [...], "fsdp": [...]}, with the bytes on 1, 2 and 4 ranks in '
+            f"each list, not {state_bytes!r}."
+        )
+    one, *more = state_bytes["ddp"]
+    whole = 4 * 4 * parameters  # the parameter, its gradient and two moments, of four bytes each
+    if not _close([one], [whole]):
+        hints = {
+            1 / 4: "Those are the parameters alone: what else does a rank keep for each of them?",
+            1 / 2: "What does Adam keep for each parameter, besides its gradient?",
+            3 / 4: "Adam keeps two moments for each parameter: of the gradient, and of its square.",
+        }
+        found = [hint for part, hint in hints.items() if _close([one], [part * whole])]
+        return _not_yet(*found or ["Begin with one rank: how many numbers per parameter is that?"])
+    if not _close(more, [whole] * len(more)):
+        return _not_yet("With DDP every rank has the whole model, however many ranks there are.")
+    if not _close(state_bytes["fsdp"], [whole / ranks for ranks in RANKS]):
+        return _not_yet("With FSDP each of N ranks keeps 1/N of all that a rank keeps with DDP.")
+    return Verdict(
+        True,
+        f"Right: 16 bytes for each of {parameters:,.0f} parameters, which FSDP divides by the "
+        f"number of ranks. Accepted: up to {PERCENT} % more or less. Now measure it.",
+    )
+
+
 def is_number(value: Any) -> bool:
     """Whether a value is a finite number."""
     return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+
+
+def _is_table(answer: Any) -> bool:
+    """Whether an answer to lab 4 has a number for DDP and for FSDP on each of RANKS."""
+    return (
+        isinstance(answer, dict)
+        and answer.keys() == {"ddp", "fsdp"}
+        and all(isinstance(row, list | tuple) and len(row) == len(RANKS) for row in answer.values())
+        and all(is_number(value) for row in answer.values() for value in row)
+    )
+
+
+def _close(values: list[float], truth: list[float]) -> bool:
+    """Whether each value is within PERCENT of the right one."""
+    pairs = zip(values, truth, strict=True)
+    return all(abs(value / right - 1) <= PERCENT / 100 for value, right in pairs)
 
 
 def _not_yet(hint: str) -> Verdict:

@@ -120,8 +120,9 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer, parallelism: st
     parameters = [local(parameter) for parameter in model.parameters()]
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     moments = [local(value) for values in optimizer.state.values() for value in values.values()]
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     return (
-        f"parallelism={parallelism} ranks={dist.get_world_size()} "
+        f"parallelism={parallelism} ranks={ranks} "
         f"parameters_per_rank={sum(tensor.numel() for tensor in parameters)} "
         f"state_bytes_per_rank={sum(t.nbytes for t in parameters + gradients + moments)}"
     )

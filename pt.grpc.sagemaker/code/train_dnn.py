@@ -97,7 +97,7 @@ def main() -> None:
             at.step += 1
             at.samples_done += world_size * args.batch_size
             log.add(at, len(labels), loss)
-            if at.step == first_step + 1 and rank == 0 and world_size > 1:
+            if at.step == first_step + 1 and rank == 0:
                 print(parallel.describe(model, optimizer, args.parallelism))
             stopping = parallel.any_rank(stop_requested.is_set(), control)
             if stopping or at.step >= last_step:

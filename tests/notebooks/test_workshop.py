@@ -53,7 +53,7 @@ class Lab:
 
     def go_through(self) -> None:
         """Run the notebook's cells; run each exercise without an answer, then solved."""
-        solutions = iter(SOLUTIONS)
+        solutions = iter([*SOLUTIONS[:3], *SOLUTIONS[4:]])
         for cell in CELLS:
             tags, source = cell.metadata.get("tags", []), cell.source
             if cell.cell_type != "code":
@@ -67,7 +67,7 @@ class Lab:
             if "exercise" in tags:
                 self.unanswered.append(output.strip())
                 self.said.append(self.run(solved(source, next(solutions))))
-        self.said.append(self.run(solved(EXERCISES[-1], next(solutions))))  # lab 3 has two
+        self.said.append(self.run(solved(EXERCISES[2], SOLUTIONS[3])))  # lab 3 has two
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def lab() -> Iterator[Lab]:
 
 
 def test_the_notebook_comes_unanswered_and_each_exercise_has_its_solutions():
-    assert len(EXERCISES) == 3 and len(SOLUTIONS) == 4
+    assert len(EXERCISES) == 4 and len(SOLUTIONS) == 5
     for exercise in EXERCISES:
         assert ANSWER.search(exercise)
     for solution in SOLUTIONS:
@@ -91,15 +91,16 @@ def test_the_notebook_comes_unanswered_and_each_exercise_has_its_solutions():
 
 
 def test_without_answers_the_exercises_wait_and_start_no_job(lab: Lab):
-    assert lab.unanswered == [workshop.WAITING] * 3
+    assert lab.unanswered == [workshop.WAITING] * 4
     # Three jobs are the notebook's, one is lab 2's, two are lab 3's. Wrong answers start none.
     assert int(lab.run("print(len(local.jobs))")) == 6
 
 
 def test_solutions_are_right(lab: Lab):
-    waiting, prediction, server, launcher = lab.said
+    waiting, prediction, server, state, launcher = lab.said
     assert waiting.startswith("Right: the job waits for ")
     assert prediction.startswith("Right: by the formula it is ")
+    assert state.startswith("Right: 16 bytes for each of 1,199,882 parameters")
     for said in (server, launcher):
         assert "no batch was lost" in said, said
     assert "Killed the data server on algo-" in server
@@ -117,6 +118,14 @@ def test_a_right_prediction_is_followed_by_the_measurement(lab: Lab):
     run = lab.run(f"job = {settings}; print(job['HyperParameters'], job['ResourceConfig'])")
     assert "'augment': '8'" in run and "'InstanceCount': 2" in run, run
     assert float(lab.run("print(measured)")) > 0
+
+
+def test_ranks_keep_as_many_bytes_as_lab_4_says(lab: Lab):
+    measured = ast.literal_eval(lab.run("print([kept[f'{n} ranks'] for n in workshop.RANKS])"))
+    predicted = ast.literal_eval(lab.run("print(state_bytes)"))
+    for name in ("ddp", "fsdp"):
+        kept = [ranks[name] for ranks in measured]
+        assert kept == pytest.approx(predicted[name], rel=0.002)  # ten rows, for four ranks
 
 
 def test_the_killed_data_server_was_started_again(lab: Lab):
@@ -144,6 +153,15 @@ END = "broken_job, killed_at, heterogeneous_job)"
         (f"check_prediction(0.001, {PREDICTED}", "data hosts cannot make it shorter"),
         (f"check_prediction(1e6, {PREDICTED}", "The limit is "),
         (f"check_prediction(1.2 * predicted_ms, {PREDICTED}", "The limit is "),
+        ("check_state(None, 1000)", workshop.WAITING),
+        ("check_state({'ddp': [16000]}, 1000)", "state_bytes is {"),
+        ("check_state({'ddp': [4000] * 3, 'fsdp': [4000] * 3}, 1000)", "the parameters alone"),
+        (
+            "check_state({'ddp': [99] * 3, 'fsdp': [99] * 3}, 1000)",
+            "how many numbers per parameter",
+        ),
+        ("check_state({'ddp': [16000, 8000, 4000], 'fsdp': [1] * 3}, 1000)", "has the whole model"),
+        ("check_state({'ddp': [16000] * 3, 'fsdp': [16000] * 3}, 1000)", "keeps 1/N of all"),
         ("problem_with('feed.server', None, cores)", workshop.WAITING),
         ("problem_with('feed.server', 'Failed', None)", "On AWS nobody can reach"),
         ("problem_with('train.py', 'Failed', cores)", "not 'train.py'"),

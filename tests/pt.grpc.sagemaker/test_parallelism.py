@@ -14,7 +14,8 @@ import torch.distributed as dist
 import parallel
 from dataset import MnistDataset
 from helpers.mnist import idx
-from helpers.training import STEP_LINE, train
+from helpers.pages import ROOT
+from helpers.training import STEP_LINE, run, torchrun, train
 from model import MnistNet, SmallNet
 
 STATE_LINE = re.compile(
@@ -85,7 +86,7 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_either_parallelism(tmp
     common += ["--log-every", "1"]
     folders = ["--checkpoint-dir", tmp_path / "one", "--model-dir", tmp_path / "one"]
     reference = train(*common, "--max-steps", "12", *folders)
-    assert "parallelism=" not in reference
+    assert STATE_LINE.findall(reference)[0][:2] == ("ddp", "1")
     turns = [("ddp", 2), ("fsdp", 2), ("ddp", 1), ("fsdp", 3)]
     for turn, (parallelism, ranks) in enumerate(turns):
         command = [*common, "--max-steps", 3 * turn + 3, "--parallelism", parallelism]
@@ -95,14 +96,24 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_either_parallelism(tmp
         steps = (3 * turn + 2, 3 * turn + 3)
         expected = {step: losses(reference)[step] for step in steps}
         assert losses(output) == pytest.approx(expected, abs=2e-4)
-        shares = [] if ranks == 1 else [(parallelism, str(ranks))]
-        assert [line[:2] for line in STATE_LINE.findall(output)] == shares
+        assert [line[:2] for line in STATE_LINE.findall(output)] == [(parallelism, str(ranks))]
     # Gradients that are too large show in Adam's moments, but not in its steps and the losses.
     states = [torch.load(tmp_path / name / "checkpoint.pt")["state"] for name in ("turns", "one")]
     moments, expected = (state["optimizer"]["state"] for state in states)
     torch.testing.assert_close(moments, expected, rtol=1e-3, atol=1e-5)
     assert moments["fc.bias"]["step"] == 12
     assert_close(load(SmallNet(), tmp_path / "turns"), load(SmallNet(), tmp_path / "one"))
+
+
+@pytest.mark.thorough
+def test_tensor_parallel_ranks_compute_the_same_and_keep_what_workshop_md_says():
+    done = run(*torchrun(2), "../tensor_parallel.py")
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"loss=(\S+) state_bytes_per_rank=(\d+)", done.stdout)
+    (loss, whole), (same_loss, part) = [(float(loss), int(kept)) for loss, kept in lines]
+    assert same_loss == pytest.approx(loss, abs=1e-5)
+    kept = f"two ranks keep {part / 1e6:.1f} of {whole / 1e6:.1f} MB"
+    assert kept in " ".join((ROOT / "workshop.md").read_text().split())
 
 
 def test_fsdp_says_what_it_needs(monkeypatch):
