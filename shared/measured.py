@@ -91,7 +91,6 @@ def measured(
             raise ValueError("buffer must be 0 or more, and accumulation 1 or more")
         workers = workers or (8 if buffer is None else buffer // 2)
         loop = MeasuredLoop(loader, steps, buffer, workers, accumulation, instance_type)
-        loop.reported = _rank() > 0  # ask now: the process group may be gone at the end
         _loops[id(loader)] = loop
         if not loop.reported:
             print(NOTICE, flush=True)
@@ -121,7 +120,7 @@ class MeasuredLoop:
         self.done = self.left = 0  # steps: in total, and remaining in this epoch
         self.seconds = 0.0  # step time in the last stretch with real batches
         self.real, self.repeated = [], []  # stretches
-        self.reported = False
+        self.reported = _rank() > 0  # ask now: the process group may be gone at the end
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -195,7 +194,7 @@ def measured_fit(
     """Measure Keras' model.fit on the dataset, and then on its first batch, repeated.
 
     Args:
-        model: A compiled model whose steps_per_execution is 1.
+        model: A compiled model.
         dataset: A tf.data.Dataset of batches, or a keras.utils.PyDataset.
         stretch: Steps in each of the five timed stretches.
         settling: Untimed steps before them: 1 + how many batches the dataset can hold ready.
@@ -204,12 +203,16 @@ def measured_fit(
 
     Raises:
         TypeError: the data is already in memory, as arrays.
+        ValueError: the model's steps_per_execution is not 1, so single steps cannot be timed.
     """
     if not hasattr(dataset, "cardinality") and not hasattr(dataset, "on_epoch_end"):
         raise TypeError(
             f"measured_fit({type(dataset).__name__}): pass the tf.data.Dataset or PyDataset that "
             "prepares the batches; arrays are prepared already"
         )
+    per_call = getattr(model, "steps_per_execution", getattr(model, "_steps_per_execution", 1))
+    if int(per_call or 1) > 1:
+        raise ValueError("measured_fit: compile the model with steps_per_execution=1 to measure it")
     if _rank() == 0:
         print(NOTICE, flush=True)
     callbacks, last = settings.pop("callbacks", []), settling + 5 * stretch
@@ -229,13 +232,12 @@ def measured_fit(
         model.fit(batches, callbacks=[*callbacks, clock], **(settings | length))
         return [*pairwise(samples)]
 
-    length = {"epochs": 1, "steps_per_epoch": last}
     if hasattr(dataset, "cardinality"):
-        real = timed(dataset.repeat(), **length)
-        repeated = timed(dataset.take(1).cache().repeat(), **length)
+        real = timed(dataset.repeat(), epochs=1, steps_per_epoch=last)
+        repeated = timed(dataset.take(1).cache().repeat(), epochs=1, steps_per_epoch=last)
     else:
         real = timed(dataset, epochs=last)
-        repeated = timed((first for first in cycle([dataset[0]])), **length)
+        repeated = timed((first for first in cycle([dataset[0]])), epochs=1, steps_per_epoch=last)
     _report(real, repeated, stretch, instance_type)
 
 
@@ -261,9 +263,8 @@ def _sample(loader: Any) -> tuple[float, int, int]:
     now = time.perf_counter()
     if limit := _limit():
         return now, limit[1], int(1e6 * limit[0] * now)
-    ticks = [0] * 8
+    ticks = [0] * 8  # user, nice, system, idle, iowait, ...
     with contextlib.suppress(OSError):  # not Linux: CPU use is unknown
-        # The columns for each vCPU: user, nice, system, idle, iowait, ...
         rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
         own = {f"cpu{number}" for number in os.sched_getaffinity(0)}  # which this process may use
         used = [[int(number) for number in row[1:9]] for row in rows if row[0] in own]
@@ -323,8 +324,7 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
         "source": f"Measured in one run on {machine}: medians of {len(repeated)} stretches of "
         f"{steps} steps, {spread} with real batches, {floor_spread} with a repeated one",
     }
-    numbers = {k: value for k, value in numbers.items() if value != "" and value == value}  # nan
-    line = json.dumps({"measured": numbers})
+    line = json.dumps({"measured": {k: v for k, v in numbers.items() if v != "" and v == v}})  # nan
     print(
         f"step time     {step_ms:.1f} ms ({spread})\nwithout data  {floor_ms:.1f} ms "
         f"({floor_spread})\ndata costs    {costs:.0f} % of a step\nCPUs busy     {use}, on "

@@ -148,7 +148,8 @@ def test_what_is_not_allowed_is_not_asked_again(code, operation, pauses, capsys)
     said = capsys.readouterr().err
     assert said.startswith("AWS denied the request for these credentials: ")
     assert operation.split(".")[1] in said and "You are not authorized to perform that." in said
-    assert said.endswith("docs/aws.md.)\n") and said.count("\n") == 1 and pauses == []
+    assert said.endswith("(docs/aws.md lists the permissions they need.)\n")
+    assert said.count("\n") == 1 and pauses == []
 
 
 def test_new_keys_in_the_file_are_taken(keys, pauses, monkeypatch):

@@ -194,3 +194,6 @@ def test_keras_fit_of_a_python_dataset_and_of_arrays(capsys):
     assert 38 < found["step_ms"] < 90 and 20 < found["accelerator_ms"] < 38  # it prefetches
     with pytest.raises(TypeError, match=r"measured_fit\(ndarray\).*arrays are prepared already"):
         module.measured_fit(model, np.ones((2, 2)))
+    model.compile(loss="mse", steps_per_execution=2)
+    with pytest.raises(ValueError, match="compile the model with steps_per_execution=1"):
+        module.measured_fit(model, Slow())

@@ -113,7 +113,7 @@ class Member:
                 await work
             except Exception as error:
                 traceback.print_exc()
-                what = f"{type(error).__name__}: {error}"
+                what = f"{type(error).__name__}: {error}"[:800]  # see LONGEST_LINE
                 self.say_failure(f"The launcher on {self.here} failed: {what}.")
 
         self.tasks.append(asyncio.ensure_future(guarded()))
