@@ -1,4 +1,4 @@
-"""Links within the repository, in Markdown files and notebooks, have targets that exist."""
+"""Links in Markdown files and notebooks have targets, and code words of their text exist."""
 
 import json
 import re
@@ -14,14 +14,36 @@ PAGES = [
     for pattern in ("*.md", "docs/*.md", "*s/README.md", "*.sagemaker/*.md", "*.sagemaker/*.ipynb")
     for page in sorted(ROOT.glob(pattern))
 ]
+# Where code words come from: folders with code, and the files beside them.
+CODE = [ROOT / "requirements.txt", ROOT / "Makefile", ROOT / "pyproject.toml"]
+CODE += [
+    path
+    for folder in ("shared", "*.sagemaker", "docs", "scripts", "benchmarks", "tests")
+    for pattern in ("*.py", "*.sh", "*.csv", "*.json", "*.txt", "*.ipynb")
+    for path in ROOT.glob(f"{folder}/**/{pattern}")
+]
+# Names of Hugging Face, gymnasium, the SageMaker SDK and API, and the reader's own code.
+ELSEWHERE = re.findall(
+    r"\w+",
+    """
+    ACCELERATE_USE_CPU get_train_dataloader keep_in_memory final_obs
+    RemoteDebugConfig TrainingPlanArn enable_remote_debug with_remote_debug_config
+    volume_size_in_gb enable_network_isolation s3_data_source security_group_ids
+    enable_inter_container_traffic_encryption encrypt_inter_container_traffic
+    JOB_algo MyStream my_module
+    """,
+)
+
+
+def cells_of(notebook: Path, kind: str) -> str:
+    """Return the sources of a notebook's cells of this kind."""
+    cells = json.loads(notebook.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == kind)
 
 
 def text_of(page: Path) -> str:
     """Return the page's Markdown without its code blocks."""
-    text = page.read_text()
-    if page.suffix == ".ipynb":
-        cells = json.loads(text)["cells"]
-        text = "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    text = cells_of(page, "markdown") if page.suffix == ".ipynb" else page.read_text()
     return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
 
 
@@ -50,3 +72,19 @@ def test_readme_is_short_and_leads_to_every_page():
     assert len(readme.read_text().splitlines()) <= 150
     links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text_of(readme))}
     assert {str(page.relative_to(ROOT)) for page in PAGES if page != readme} <= links
+
+
+def test_names_in_the_text_are_in_the_code():
+    """A name has an underscore or a capital letter in it. CHANGES.md may name what is gone."""
+    texts = [cells_of(p, "code") if p.suffix == ".ipynb" else p.read_text() for p in CODE]
+    code = {word for text in texts for word in re.findall(r"\w+", text)}
+    code |= {path.stem for path in CODE} | {*ELSEWHERE}
+    name = re.compile(r"\b[A-Za-z]\w*_\w+|\b[A-Za-z]+[a-z][A-Z]\w*")
+    named = {
+        (page.name, word)
+        for page in PAGES
+        if page.name != "CHANGES.md"
+        for span in re.findall(r"`([^`]+)`", text_of(page))
+        for word in name.findall(span)
+    }
+    assert not {(page, word) for page, word in named if word not in code}
