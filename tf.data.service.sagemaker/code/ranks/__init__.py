@@ -2,5 +2,5 @@
 
 from ranks.collectives import HorovodRanks, TensorFlowRanks, connect
 
-__version__ = "2026-11-25"  # CHANGES.md says what to change beside a new copy
+__version__ = "2026-11-26"  # CHANGES.md says what else to change when you update your copy
 __all__ = ["HorovodRanks", "TensorFlowRanks", "connect"]
