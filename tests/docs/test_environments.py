@@ -87,6 +87,7 @@ def test_it_learns_an_environment_of_one_s_own_on_two_hosts(jobs: Jobs):
     assert sorted(re.findall(r"stepped on (\S+)", text)) == sorted(data_hosts)
 
 
+@pytest.mark.thorough
 def test_the_only_server_is_killed(jobs: Jobs):
     """The training waits for it, and continues."""
     job = start(jobs, 1)

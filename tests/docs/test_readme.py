@@ -172,13 +172,12 @@ def files_of_parquet(folder: Path) -> None:
         parquet.write_table(table, folder / f"{file:02}.parquet")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("write", "script", "lines"),
     [
         (files_of_tar, WITH_WEB_DATASET, WEB_DATASET),
-        pytest.param(
-            *(files_of_parquet, WITH_HUGGING_FACE, HUGGING_FACE), marks=pytest.mark.thorough
-        ),
+        (files_of_parquet, WITH_HUGGING_FACE, HUGGING_FACE),
     ],
 )
 def test_lines_for_streams(jobs: Jobs, tmp_path: Path, write, script, lines):

@@ -53,6 +53,7 @@ def train_with_tensorflow(jobs: Jobs, data: InputData | None, files: dict, optio
     return jobs.log(job["TrainingJobName"])
 
 
+@pytest.mark.thorough
 def test_lines_for_one_rank(jobs: Jobs, tmp_path: Path):
     """Two devices in one process get each sample once in each of three epochs."""
     assert count_lines(TF_FIT) < 20
@@ -76,6 +77,7 @@ def test_lines_for_several_ranks(jobs: Jobs, tmp_path: Path):
     assert len({*numbers}) == len(numbers) == arrive
 
 
+@pytest.mark.thorough
 def test_lines_for_python_functions(jobs: Jobs, tmp_path: Path):
     """Four processes of each data host call them."""
     training = TF_TRAINING.replace("CONFIG", "../../config/resourceconfig.json")

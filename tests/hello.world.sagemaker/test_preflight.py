@@ -100,6 +100,7 @@ def test_healthy_hosts(jobs: Jobs):
     assert max(map(len, said(job))) <= 105
 
 
+@pytest.mark.thorough
 def test_one_host_without_instance_groups(jobs: Jobs):
     job = jobs.wait(start(jobs, groups=None, environment={}))
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
@@ -204,6 +205,7 @@ def test_a_name_that_does_not_resolve(jobs: Jobs):
     assert job["TrainingTimeInSeconds"] < 30
 
 
+@pytest.mark.thorough
 def test_a_host_that_does_not_come(jobs: Jobs):
     before = "import time\nif group == 'data_group': time.sleep(6)"
     job = jobs.wait(start(jobs, changed(FAST, JOIN_SECONDS=2), before=before))
@@ -220,6 +222,7 @@ HANGS = (  # until it is killed, as SageMaker would do after two minutes
 
 
 @pytest.mark.parametrize("ends", [DIES, HANGS], ids=["dies", "hangs"])
+@pytest.mark.thorough
 def test_a_host_that_is_lost_on_the_way(ends: str, jobs: Jobs):
     """It is lost when it should send data. The leader soon shows what it has found so far."""
     old = 'if ask == "exchange":'
@@ -279,6 +282,7 @@ def test_a_job_that_is_stopped_ends_soon(jobs: Jobs):
     assert row(job, "vCPUs usable")[0] == "-"
 
 
+@pytest.mark.thorough
 def test_a_gpu_instance_without_gpu_on_aws(jobs: Jobs):
     """As with an image for CPUs. Without PyTorch, the preflight checks TensorFlow."""
     # Without the map of addresses, as on AWS; a single host does not need it.

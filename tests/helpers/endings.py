@@ -5,8 +5,7 @@ host, or two where a second rank matters. It causes one event, with real signals
 says how the job must end.
 
 Most endings depend only on launcher.py and hetero/. For these, programs of a few lines can replace
-the scripts, because a job spends nine tenths of its time importing PyTorch. The other endings have
-`torch=True`.
+the scripts, because a job spends nine tenths of its time importing PyTorch.
 """
 
 import re
@@ -26,8 +25,7 @@ class Ending:
     """One way that a job can end.
 
     seconds: the longest time from the event to the last host's exit. slow: most of this time is
-    waiting, so several such endings can run at once. torch: the ending also depends on the training
-    script, so it needs the real one.
+    waiting, so several such endings can run at once.
     """
 
     status: str
@@ -38,7 +36,6 @@ class Ending:
     settings: dict = field(default_factory=dict)
     logged: str = ""  # text that the log must have
     slow: bool = False
-    torch: bool = False
 
 
 def steps(number: int) -> dict:
@@ -67,7 +64,7 @@ ENDINGS = {
     "training script raises": Ending(
         "Failed", rf"On {DNN}, train_dnn.py exited with status 1: ValueError: no number\.", 15,
         lambda job: job.jobs.wait_for_log(job.name, "ValueError"),
-        settings={"changes": {"train_dnn.py": RAISE}}, torch=True,
+        settings={"changes": {"train_dnn.py": RAISE}},
     ),
     "a rank is killed": Ending(
         "Failed", rf"On {DNN}, rank 3 of train_dnn.py was killed by signal 9\.", 15,
@@ -85,7 +82,7 @@ ENDINGS = {
             job.finish_training(after="serving at", times=3),  # two hosts, one twice
         ),
         settings=UNTIL_ENOUGH,
-        logged="feed.server was killed by signal 9; restart in 1 s", torch=True,
+        logged="feed.server was killed by signal 9; restart in 1 s",
     ),
     "a data server crashes again and again": Ending(
         "Completed", "", 15, lambda job: (

@@ -24,7 +24,7 @@ print("RUNNING", flush=True)
 
 
 @pytest.mark.parametrize(
-    "end", ["SIGKILL", "stop", *(pytest.param(e, marks=thorough) for e in ("SIGINT", "exit"))]
+    "end", ["stop", *(pytest.param(end, marks=thorough) for end in ("SIGKILL", "SIGINT", "exit"))]
 )
 def test_no_host_outlives_the_kernel(tmp_path: Path, temporary_folder: Path, end: str):
     body = SLEEPING_JOB + {"stop": "session.stop()\nprint('STOPPED')", "exit": ""}.get(

@@ -25,6 +25,7 @@ SMALLER = {
     '"batch-size": 128, "max-steps": 150': '"batch-size": 32, "max-steps": 60',
     '("train", 12_000, 1), ("t10k", 2_000, 2)': '("train", 1_280, 1), ("t10k", 64, 2)',
     "--max-steps 31 --log-every 31": "--max-steps 5 --log-every 5",
+    "for ranks in (1, 2, 4)": "for ranks in (1, 2)",
 }
 ANSWER = re.compile(r"^\w+ = None\b.*\n", re.M)
 
@@ -121,11 +122,11 @@ def test_a_right_prediction_is_followed_by_the_measurement(lab: Lab):
 
 
 def test_ranks_keep_as_many_bytes_as_lab_4_says(lab: Lab):
-    measured = ast.literal_eval(lab.run("print([kept[f'{n} ranks'] for n in workshop.RANKS])"))
+    measured = ast.literal_eval(lab.run("print([kept[f'{n} ranks'] for n in (1, 2)])"))
     predicted = ast.literal_eval(lab.run("print(state_bytes)"))
     for name in ("ddp", "fsdp"):
         kept = [ranks[name] for ranks in measured]
-        assert kept == pytest.approx(predicted[name], rel=0.002)  # ten rows, for four ranks
+        assert kept == pytest.approx(predicted[name][:2], rel=1e-5)
 
 
 def test_the_killed_data_server_was_started_again(lab: Lab):

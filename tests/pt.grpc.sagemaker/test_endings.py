@@ -1,6 +1,6 @@
-"""The ways in which a job of the PyTorch example can end, except those that need PyTorch itself.
+"""The commonest ways in which a job of the PyTorch example ends, without PyTorch itself.
 
-helpers/endings.py lists them; `make thorough` runs all of them with PyTorch (tests/endings.py).
+helpers/endings.py lists all of them; `make thorough` runs all, with PyTorch (tests/endings.py).
 """
 
 import os
@@ -11,33 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from helpers.endings import ENDINGS, Begun, begin, finish
+from helpers.endings import ENDINGS, begin, finish
 from helpers.jobs import Jobs, start_kernel
 from helpers.pages import EXAMPLE
 from helpers.running import Running, upload_images
 from helpers.waiting import wait_until_gone
 
-pytestmark = pytest.mark.first
-SLOW = [name for name, ending in ENDINGS.items() if ending.slow and not ending.torch]
-QUICK = [name for name, ending in ENDINGS.items() if not ending.slow and not ending.torch]
+COMMON = [
+    "training succeeds",
+    "a rank is killed",
+    "launcher killed on a data host",
+    "launcher killed on the leader",
+    "StopTrainingJob",
+]
 
 
-@pytest.fixture(scope="module")
-def waiting(jobs: Jobs) -> dict[str, Begun]:
-    """Start the slow endings first: the other tests run while these wait."""
+@pytest.mark.parametrize("name", COMMON)
+def test_ending(jobs: Jobs, name: str):
     upload_images()
-    return {name: begin(jobs, name, torch=False) for name in SLOW}
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_ending(jobs: Jobs, waiting: dict, name: str):
     finish(begin(jobs, name, torch=False))
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", SLOW)
-def test_slow_ending(waiting: dict, name: str):
-    finish(waiting[name])
 
 
 # Rows of the table that the last test here checks.
@@ -82,9 +74,8 @@ def read_until(word: str, kernel: subprocess.Popen) -> str:
     raise AssertionError(f"the kernel ended without {word}: {lines}")
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ctrl_c_and_the_end_of_the_kernel(tmp_path: Path, temporary_folder: Path, number: int):
     kernel = start_kernel(KERNEL, tmp_path)
     job = Running(None, read_until("RUNNING", kernel).split()[1])

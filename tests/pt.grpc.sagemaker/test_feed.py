@@ -332,6 +332,7 @@ def test_a_callable_makes_the_dataset_in_each_worker_of_the_data_hosts(start):
         len(remote(hosts, functools.partial(np.load, "/not/there")))
 
 
+@pytest.mark.thorough
 def test_hosts_whose_callables_make_different_datasets_are_refused(start):
     others = [
         start(environment={name: value}) for name, value in [("LENGTH", "31"), ("SHIFT", "1")]

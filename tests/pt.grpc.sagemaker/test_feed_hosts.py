@@ -59,6 +59,7 @@ def lines(capfd: pytest.CaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.thorough
 def test_hosts_are_killed_at_random_moments_and_come_back(start, expected, seed):
     chance = random.Random(seed)
     hosts = [start(workers=1 + seed % 2) for _ in range(2 + seed % 2)]
@@ -71,6 +72,7 @@ def test_hosts_are_killed_at_random_moments_and_come_back(start, expected, seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.thorough
 def test_connections_are_cut_within_replies(start, expected, seed):
     """A relay cuts each connection after a random number of bytes."""
     chance, cuts, ends = random.Random(seed), [], []
@@ -146,7 +148,7 @@ def test_hosts_may_all_be_gone_for_a_while(start, expected, capfd):
     assert len(lines(capfd)) <= 2 * 2  # one per host and worker, not one per attempt
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_no_host_comes_back(start, num_workers):
     [host] = up(start())
     batches = epoch([host], num_workers=num_workers, timeout=2)
@@ -159,6 +161,7 @@ def test_no_host_comes_back(start, num_workers):
         list(epoch([host], timeout=2))
 
 
+@pytest.mark.thorough
 def test_pauses_of_the_training_do_not_count(start):
     [host] = up(start())
     batches = epoch([host], Numbers(), timeout=2)
@@ -172,6 +175,7 @@ def test_pauses_of_the_training_do_not_count(start):
     assert len(list(batches)) == 7
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_busy_is_not_silent(start):
     """Loading a Dataset or preparing a sample may take longer than the timeout."""
     [host] = up(start(setup="import feed.front; feed.front.BEAT_SECONDS = 0.3"))
@@ -195,7 +199,8 @@ def test_a_wrong_token_ends_the_training_at_once(start):
             list(epoch([away, host], num_workers=num_workers))
 
 
-@pytest.mark.parametrize("stopped_after", [0, 3])  # batches; 0: the host never answers
+# Batches; 0: the host never answers.
+@pytest.mark.parametrize("stopped_after", [0, pytest.param(3, marks=pytest.mark.thorough)])
 def test_another_host_takes_over_for_one_that_hangs(start, expected, stopped_after, monkeypatch):
     """Its overdue chunks show that it hangs: gRPC's keepalive, which needs 20 s, is off here."""
     options = dict(feed_host.CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 2**31 - 1}
@@ -210,6 +215,7 @@ def test_another_host_takes_over_for_one_that_hangs(start, expected, stopped_aft
     assert_same(list(epoch(hosts)), expected)  # the next epoch does not wait for it either
 
 
+@pytest.mark.thorough
 def test_a_host_that_hangs_for_a_while_goes_on(start, expected):
     [host] = up(start(workers=2))
     batches = epoch([host], num_workers=1)
@@ -220,6 +226,7 @@ def test_a_host_that_hangs_for_a_while_goes_on(start, expected):
     assert_same(received + list(batches), expected)
 
 
+@pytest.mark.thorough
 def test_a_host_that_hangs_forever_is_reported_as_silent(start):
     [host] = up(start())
     batches = epoch([host], timeout=2)
@@ -253,6 +260,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_log_says_so(start, expected
     assert "feed: a worker process has died" in host.said()
 
 
+@pytest.mark.thorough
 def test_the_process_that_holds_a_dataset_is_replaced_too(start, expected):
     [host] = up(start())
     batches = epoch([host])
@@ -262,6 +270,7 @@ def test_the_process_that_holds_a_dataset_is_replaced_too(start, expected):
     assert_same(received + list(batches), expected)
 
 
+@pytest.mark.thorough
 def test_a_sample_that_kills_its_process_is_an_error_and_no_endless_loop(start):
     [host] = up(start())
     batches = iter(loader_of([host], Troubled(), [[0], [1, DEADLY], [2]], num_workers=1))
@@ -285,6 +294,7 @@ class ElsewhereOnly(Numbers):
         return __import__, ("not_there_at_all",)
 
 
+@pytest.mark.thorough
 def test_a_dataset_that_cannot_be_loaded_there_is_an_error(start):
     [host] = up(start())
     for dataset, error, words in [
@@ -296,6 +306,7 @@ def test_a_dataset_that_cannot_be_loaded_there_is_an_error(start):
     assert len(list(epoch([host], Numbers()))) == 9  # the host still serves others
 
 
+@pytest.mark.thorough
 def test_a_sample_that_takes_longer_than_it_may_is_an_error(start):
     [host] = up(start(setup="import feed.worker; feed.worker.CHUNK_SECONDS = 2"))
     batches = iter(loader_of([host], Troubled(), [[0], [SLOW], [1]]))
@@ -305,6 +316,7 @@ def test_a_sample_that_takes_longer_than_it_may_is_an_error(start):
     assert [*batches] == [[1]]
 
 
+@pytest.mark.thorough
 def test_a_worker_that_is_frozen_is_replaced(start):
     """Also while the server waits for the rest of a large sample."""
     [host] = up(start(setup="import feed.worker; feed.worker.CHUNK_SECONDS = 2"))

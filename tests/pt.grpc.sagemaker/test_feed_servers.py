@@ -211,6 +211,7 @@ def test_memory_stays_flat(start, num_workers):
 # How it ends
 
 
+@pytest.mark.thorough
 def test_sigterm_to_all_of_a_busy_host_s_processes_ends_them_soon(start):
     [host] = up(start(workers=2))
     waiting = keep_busy(host)
@@ -224,6 +225,7 @@ def test_sigterm_to_all_of_a_busy_host_s_processes_ends_them_soon(start):
     del waiting
 
 
+@pytest.mark.thorough
 def test_sigterm_while_a_dataset_is_loaded_ends_it_too(start):
     [host] = up(start())
     waiting = iter(loader_of([host], TakesItsTime(), num_workers=1))
@@ -235,6 +237,7 @@ def test_sigterm_while_a_dataset_is_loaded_ends_it_too(start):
     del waiting
 
 
+@pytest.mark.thorough
 def test_a_host_that_has_had_no_dataset_says_so_when_it_ends(start):
     used, unused = up(start(), start())
     list(loader_of([used], Numbers(), [[0]]))
@@ -254,6 +257,7 @@ def test_no_process_outlives_the_first_one(start):
     del waiting
 
 
+@pytest.mark.thorough
 def test_a_front_that_dies_ends_the_host(start):
     [host] = up(start())
     waiting = keep_busy(host)

@@ -107,6 +107,7 @@ def test_a_server_script_of_one_s_own(jobs: Jobs):
     assert job.log().count("found it") == 1
 
 
+@pytest.mark.thorough
 def test_groups_of_other_names(jobs: Jobs):
     groups = {"cpus": ("ml.c5.xlarge", 1), "gpus": ("ml.m5.xlarge", 1)}
     options = "--train-group gpus --data-group cpus --spare-cores 0"

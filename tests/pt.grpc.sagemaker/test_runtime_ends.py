@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.first]
 MAIN = "hetero.main(['train.py'])"
 
 
+@pytest.mark.thorough
 def test_a_leader_that_freezes_before_the_others_come_fails_the_job(jobs: Jobs):
     launcher = CLUSTER + (
         "import signal, socket\n"
@@ -53,6 +54,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.thorough
 def test_a_data_host_may_be_silent_for_a_while_when_the_training_ends(jobs: Jobs):
     """The training hosts, whose time limit is shorter, hear from the leader meanwhile."""
     launcher = CLUSTER + (
@@ -108,6 +110,7 @@ def test_a_host_that_freezes_when_the_others_have_signed_off_fails_the_job(jobs:
         assert re.search(expected, job["FailureReason"]), (expected, job["FailureReason"])
 
 
+@pytest.mark.thorough
 def test_hosts_that_come_up_after_a_failure_hear_of_it(jobs: Jobs):
     launcher = CLUSTER + (
         "fails = (cluster.group, cluster.rank) == ('data_group', 0)\n"
@@ -120,6 +123,7 @@ def test_hosts_that_come_up_after_a_failure_hear_of_it(jobs: Jobs):
     assert sum(bool(re.match(said, line)) for line in log) == 4  # on every host
 
 
+@pytest.mark.thorough
 def test_a_stop_that_one_host_hears_first_gives_the_others_their_time(jobs: Jobs):
     """A host may write the last checkpoint before it gets its own SIGTERM."""
     train = (
@@ -169,6 +173,7 @@ sys.exit(1)
 """
 
 
+@pytest.mark.thorough
 def test_the_launcher_reaps_what_its_processes_leave(jobs: Jobs):
     """As PID 1 it inherits a crashed server's workers, also those in sessions of their own."""
     job = start_programs(jobs, SLEEP, "--spare-cores 0", CRASH)

@@ -87,7 +87,7 @@ def parquet(tmp_path_factory) -> list[str]:
     return sorted(map(str, folder.iterdir()))
 
 
-@pytest.mark.parametrize("host_count", [1, 3])
+@pytest.mark.parametrize("host_count", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_hugging_face(hosts, parquet, host_count, tmp_path, monkeypatch):
     def hugging_face(rank: int) -> IterableDataset:
         dataset = datasets.load_dataset(

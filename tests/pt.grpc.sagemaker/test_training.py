@@ -185,6 +185,7 @@ def test_two_data_hosts_train_the_same_model_as_local_mode(local_run, data_hosts
     assert_same_model(tmp_path, local_run[0])
 
 
+@pytest.mark.thorough
 def test_run_resumed_after_sigterm_equals_the_uninterrupted_one(local_run, digits, tmp_path):
     command = [*TRAINING, "--train-dir", digits, "--augment", "2", "--workers", "1"]
     command += ["--checkpoint-dir", tmp_path, "--model-dir", tmp_path]

@@ -169,6 +169,7 @@ def test_a_job_that_fails_ends_the_run(repository: Repository):
     assert_private(page)
 
 
+@pytest.mark.thorough
 def test_a_blip_stops_no_job(repository: Repository):
     """If AWS throttles, or the login expires, the run continues afterwards."""
     errors = [("ThrottlingException", "Rate exceeded"), ("ExpiredTokenException", "is expired")]
@@ -245,13 +246,8 @@ def test_what_a_killed_run_leaves_can_be_stopped(repository: Repository):
     assert status_of("aws-left") in ("Stopping", "Stopped")
 
 
-@pytest.mark.parametrize(
-    "goes_on",
-    [
-        pytest.param(True, id="a job follows", marks=pytest.mark.thorough),
-        pytest.param(False, id="none follows"),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("goes_on", [True, False], ids=["a job follows", "none follows"])
 def test_a_run_that_goes_on_can_be_stopped(goes_on: bool, repository: Repository):
     """The run starts no more jobs, and still writes its page, which names the jobs so far."""
     first, second = f"aws-first-{goes_on}", f"aws-second-{goes_on}"

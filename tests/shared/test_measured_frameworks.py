@@ -125,7 +125,10 @@ def pipeline(data: float, kind: str):
     return dataset.apply(testing.sleep(int(1e6 * data))).prefetch(tf.data.AUTOTUNE)
 
 
-@pytest.mark.parametrize("data, step, kind", [(0.02, 0.012, "parallel"), (0.005, 0.03, "")])
+@pytest.mark.parametrize(
+    "data, step, kind",
+    [(0.02, 0.012, "parallel"), pytest.param(0.005, 0.03, "", marks=pytest.mark.thorough)],
+)
 def test_tensorflow_loop_as_two_jobs_find_it(capsys, data, step, kind):
     def step_ms(batches) -> float:
         ends = []
@@ -147,6 +150,7 @@ def test_tensorflow_loop_as_two_jobs_find_it(capsys, data, step, kind):
     pytest.fail(capsys.readouterr().out)
 
 
+@pytest.mark.thorough
 def test_keras_fit_as_two_jobs_find_it(capsys):
     import tensorflow as tf
     from tensorflow.python.data.experimental.ops import testing  # its sleep takes no CPU time

@@ -198,6 +198,7 @@ def test_a_dispatcher_without_workers_ends_the_training():
     assert said.splitlines()[-1] == f"distribute: gave up after 6 s: {what}."
 
 
+@pytest.mark.thorough
 def test_a_slow_first_batch_is_waited_for():
     with dispatcher_of(2) as address:
         status, said = run(address, slow=200_000)

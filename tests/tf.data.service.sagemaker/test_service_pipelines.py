@@ -146,7 +146,9 @@ def steps() -> dict[str, Callable[[Any], Any]]:
     }
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.thorough), 2, 3])
+@pytest.mark.parametrize(
+    "workers", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 3))]
+)
 def test_what_is_not_refused_gives_the_same_samples_with_their_labels(files: Path, workers: int):
     pipelines_ = {name: numbered(source()) for name, source in sources(files).items()}
     pipelines_ |= {name: step(numbered(Dataset.range(SAMPLES))) for name, step in steps().items()}

@@ -197,6 +197,7 @@ TELL_WEIGHTS = (
 ONE_SPARE_CORE = ('    needed="first",', '    needed="first", spare_cores=1,')
 
 
+@pytest.mark.thorough
 def test_a_job_survives_its_data_servers_and_goes_on_from_its_checkpoint(start):
     goes_on = {"checkpoint_config": CheckpointConfig(s3_uri=f"s3://{BUCKET}/checkpoints")}
     job = start(TWO_AND_TWO, **goes_on)
@@ -249,8 +250,18 @@ def test_resnet50_trains_here_too(tmp_path: Path):
             {"distribution": "horovod"},
             "No module named 'horovod'. Use an image with Horovod",
         ),
-        (None, {"data-mode": "service"}, "--data-mode service needs data hosts"),
-        (None, {"model": "large"}, "There is no model 'large': choose one of resnet50, small."),
+        pytest.param(
+            *(None, {"data-mode": "service"}, "--data-mode service needs data hosts"),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            *(
+                None,
+                {"model": "large"},
+                "There is no model 'large': choose one of resnet50, small.",
+            ),
+            marks=pytest.mark.thorough,
+        ),
         (None, {"batch-size": 0}, "argument --batch-size: must be 1 or more, not 0"),
         (None, {"warmup": 3}, "unrecognized arguments: --warmup 3"),
     ],
