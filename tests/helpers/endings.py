@@ -73,7 +73,7 @@ ENDINGS = {
     "a rank hangs": Ending(
         "Failed", rf"On {DNN}, train_dnn.py exited with status 1: RuntimeError: .*"
         rf" Still running: rank 1 on {DNN}\.", 60,
-        lambda job: job.rank(1).suspend(), slow=True, torch=True,
+        lambda job: job.rank(1).suspend(), slow=True,
         settings={"changes": {"parallel.py": TIMEOUT_SOONER}},
     ),
     "a data server crashes once": Ending(
