@@ -74,17 +74,35 @@ tell_uv() {
     mkdir -p "${UV_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/uv}" 2>/dev/null || export UV_NO_CACHE=1
 }
 
-# The CPU build of PyTorch, except where a GPU is. Only PyTorch's own index has it.
+# need GIGABYTES: stop before the download if the disk has less, with what .venv already takes. That is
+# .venv and a GB or two for what else is written: on a full disk Studio's JupyterLab may not start.
+need() {
+    local free held
+    free=$(df -Pm . | awk 'NR == 2 { print $4 }') held=$(du -sm .venv | cut -f 1)
+    [ $((free + held)) -ge $(($1 * 1024)) ] ||
+        fail "the disk has $free MB free, and $1 GB are needed. Delete something, or make the disk" \
+            "larger (in SageMaker Studio: stop the space, and give it 15 GB of storage). Then run the" \
+            "same command again."
+}
+
+# The CPU build of PyTorch, except where a GPU is. Only PyTorch's own index has it, or a place that
+# pip's settings name.
 choose_torch() {
+    local dry_run=("$uv" pip install --dry-run --reinstall)
+    local cuda="about 1.7 GB to download, 7 GB on disk" cpu="about 0.8 GB to download, 3.2 GB on disk"
     if nvidia-smi >/dev/null 2>&1; then
-        echo "  PyTorch: the build with CUDA, as there is a GPU: about 1.7 GB to download, 7 GB on disk"
-    elif UV_HTTP_RETRIES=0 "$uv" pip install --dry-run --reinstall --no-deps \
-        --torch-backend=cpu torch >>"$log" 2>&1; then
-        echo "  PyTorch: the CPU build; about 0.8 GB to download, 3.2 GB on disk"
+        echo "  PyTorch: the build with CUDA, as there is a GPU: $cuda"
+        need 9
+    elif UV_HTTP_RETRIES=0 "${dry_run[@]}" --no-deps --torch-backend=cpu torch >>"$log" 2>&1; then
+        echo "  PyTorch: the CPU build; $cpu"
         torch=--torch-backend=cpu
+        need 5
+    elif "${dry_run[@]}" -c constraints.txt torch 2>&1 | grep " nvidia-" >/dev/null; then
+        echo "  PyTorch: its index of CPU builds is out of reach, so the build with CUDA comes: $cuda"
+        need 9
     else
-        echo "  PyTorch: its index of CPU builds is out of reach; unless pip's settings name another" \
-            "place, the build with CUDA comes: about 1.7 GB to download, 7 GB on disk"
+        echo "  PyTorch: the build without CUDA that pip's settings lead to; $cpu"
+        need 5
     fi
 }
 
@@ -136,6 +154,7 @@ if [ -e "$unfinished" ] || ! is_supported "$python" || ! "$python" -m pip --vers
             "apt install python3-venv), or install uv, which fetches it."
 fi
 
+export PIP_USER=0 # which Studio's users set, and pip refuses in a venv
 trap 'echo; fail "interrupted; the same command continues it."' INT TERM
 mkdir -p build
 : >"$log"

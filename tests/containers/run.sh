@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Build the environments of AWS's images where they are missing or old, and run the examples' jobs in
-# them: `make containers`. With names of images, such as tensorflow-2.12, only in those.
+# them, or for Studio's image the set-up: `make containers`. With names of images, such as
+# tensorflow-2.12 or studio, only in those.
 #
-# The jobs run in namespaces that end, with all that is in them, when they do: a network that nothing
-# leads out of, with a bridge for the hosts; mounts; processes.
+# The tests run in namespaces that end, with all that is in them, when they do: mounts; processes; and
+# for the jobs a network that nothing leads out of, with a bridge for the hosts.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -26,26 +27,42 @@ for name in ${*:-$all}; do # side by side: they wait for the network in turn
         builds[$name]=$!
     fi
 done
-built=()
+built=() studio=
 for name in ${*:-$all}; do
     status=0
     [ -z "${builds[$name]:-}" ] || wait "${builds[$name]}" || status=$?
     [ $status = 3 ] && continue # left out, and said why
     [ $status = 0 ] || exit $status
-    built+=("$name")
+    if [ "$name" = studio ]; then studio=yes; else built+=("$name"); fi
 done
-[ ${#built[@]} -gt 0 ] || exit 0
 
+# run FILE FOLDERS COMMANDS OPTION...: run a file of tests, after these commands, in new namespaces, of
+# which OPTIONs ask for more. What is written to these folders is there for them only.
+run() {
+    unshare "${@:4}" --mount --pid --fork --kill-child --mount-proc bash -ec "
+        mount -t tmpfs over build/over
+        for folder in $2; do
+            mkdir -p build/over\$folder/{upper,work}
+            (cd build/over\$folder &&
+                mount -t overlay -o lowerdir=\$folder,upperdir=upper,workdir=work over \$folder)
+        done
+        mkdir -p /opt/ml # where containers have their tree
+        $3
+        exec .venv/bin/python -m pytest -q -rs $here/$1
+    "
+}
 export CONTAINERS="${built[*]}"
-mkdir -p build/opt
-unshare --net --mount --pid --fork --kill-child --mount-proc bash -c '
-    ip link set lo up
-    ip link add hosts type bridge
-    ip link set hosts up
-    # /opt/ml, where containers have their tree, is there for these namespaces only.
-    mount -t tmpfs opt build/opt
-    mkdir build/opt/upper build/opt/work
-    mount -t overlay opt -o lowerdir=/opt,upperdir=build/opt/upper,workdir=build/opt/work /opt
-    mkdir -p /opt/ml
-    exec .venv/bin/python -m pytest -q -rs tests/containers/in_containers.py
-'
+mkdir -p build/over
+failed=0
+if [ ${#built[@]} -gt 0 ]; then
+    run in_containers.py /opt "
+        ip link set lo up
+        ip link add hosts type bridge
+        ip link set hosts up
+    " --net || failed=1
+fi
+if [ -n "$studio" ]; then
+    # Another user has to get to the Python in root's home.
+    run in_studio.py "/opt /home $HOME" "chmod a+x '$HOME'" || failed=1
+fi
+exit $failed
