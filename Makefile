@@ -35,7 +35,7 @@ thorough: $(environment) ## run the long tests, which `make test` leaves out, an
 	$(python) tests/endings.py 1 || failed=1; \
 	exit $$failed
 
-containers: $(environment) ## run the jobs in replicas of AWS's containers (needs root, Python 3.12, 3.10)
+containers: $(environment) ## run the jobs in replicas of AWS's containers, and Studio's (needs root, Python 3.12, 3.10)
 	@tests/containers/run.sh
 
 bench: $(environment) build/bench/packages/.ready ## measure the loader and the jobs on this machine

@@ -74,17 +74,35 @@ tell_uv() {
     mkdir -p "${UV_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/uv}" 2>/dev/null || export UV_NO_CACHE=1
 }
 
-# Choose PyTorch's CPU build unless there is a GPU. Only PyTorch's own index has the CPU build.
+# need GIGABYTES: stop before the download if the disk has less free, counting what .venv already
+# takes. The limits leave a GB or two for other files: on a full disk Studio's JupyterLab may not start.
+need() {
+    local free held
+    free=$(df -Pm . | awk 'NR == 2 { print $4 }') held=$(du -sm .venv | cut -f 1)
+    [ $((free + held)) -ge $(($1 * 1024)) ] ||
+        fail "the disk has $free MB free, and $1 GB are needed. Delete something, or make the disk" \
+            "larger (in SageMaker Studio: stop the space, and give it 15 GB of storage). Then run the" \
+            "same command again."
+}
+
+# Choose PyTorch's CPU build unless there is a GPU. It comes from PyTorch's own index, or from a
+# source that pip's settings name.
 choose_torch() {
+    local dry_run=("$uv" pip install --dry-run --reinstall)
+    local cuda="about 1.7 GB to download, 7 GB on disk" cpu="about 0.8 GB to download, 3.2 GB on disk"
     if nvidia-smi >/dev/null 2>&1; then
-        echo "  PyTorch: the CUDA build, since there is a GPU; about 1.7 GB to download, 7 GB on disk"
-    elif UV_HTTP_RETRIES=0 "$uv" pip install --dry-run --reinstall --no-deps \
-        --torch-backend=cpu torch >>"$log" 2>&1; then
-        echo "  PyTorch: the CPU build; about 0.8 GB to download, 3.2 GB on disk"
+        echo "  PyTorch: the CUDA build, since there is a GPU; $cuda"
+        need 9
+    elif UV_HTTP_RETRIES=0 "${dry_run[@]}" --no-deps --torch-backend=cpu torch >>"$log" 2>&1; then
+        echo "  PyTorch: the CPU build; $cpu"
         torch=--torch-backend=cpu
+        need 5
+    elif "${dry_run[@]}" -c constraints.txt torch 2>&1 | grep " nvidia-" >/dev/null; then
+        echo "  PyTorch: the CUDA build, because the index of CPU builds cannot be reached; $cuda"
+        need 9
     else
-        echo "  PyTorch: cannot reach its index of CPU builds. Unless pip's settings name another" \
-            "source, this is the CUDA build; about 1.7 GB to download, 7 GB on disk"
+        echo "  PyTorch: the CPU build of pip's package source; $cpu"
+        need 5
     fi
 }
 
@@ -136,6 +154,7 @@ if [ -e "$unfinished" ] || ! is_supported "$python" || ! "$python" -m pip --vers
             "Ubuntu: apt install python3-venv), or install uv, which downloads Python."
 fi
 
+export PIP_USER=0 # Studio's users may set it to 1, which pip refuses in a virtual environment
 trap 'echo; fail "interrupted. Run the same command again to continue."' INT TERM
 mkdir -p build
 : >"$log"

@@ -40,9 +40,9 @@ exec 3>&2
 trap 'tail -n 15 "$log" >&3; echo "$environment could not be built: see $log." >&3; exit 1' ERR
 {
     "$python" -m venv "$environment"
-    if [ ! -e "$compiled" ]; then # the toolkit without its C code, see scripts/setup.sh
-        CC=true "$environment/bin/pip" install --no-cache-dir --no-deps \
-            "$(grep ^sagemaker-training== "$file")"
+    if toolkit=$(grep ^sagemaker-training== "$file") && [ ! -e "$compiled" ]; then
+        # Without its C code, see scripts/setup.sh.
+        CC=true "$environment/bin/pip" install --no-cache-dir --no-deps "$toolkit"
         touch "$environment/lib/python$version/site-packages/gethostname.py"
     fi
     "$environment/bin/pip" install -r "$file"

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Build the environments of AWS's images that are missing or old, and run the examples' jobs in
-# them: `make containers`. Names of images as arguments, such as tensorflow-2.12, select these.
+# them, or the set-up in Studio's: `make containers`. Names of images as arguments, such as
+# tensorflow-2.12 or studio, select these.
 #
-# The jobs run in namespaces, which end with them and take everything along: a network without a way
-# out, with a bridge for the hosts; mounts; processes.
+# The tests run in namespaces, which end with them and take everything along: mounts; processes; and
+# for the jobs a network without a way out, with a bridge for the hosts.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -26,26 +27,42 @@ for name in ${*:-$all}; do # in parallel: each waits for the network at times
         builds[$name]=$!
     fi
 done
-built=()
+built=() studio=
 for name in ${*:-$all}; do
     status=0
     [ -z "${builds[$name]:-}" ] || wait "${builds[$name]}" || status=$?
     [ $status = 3 ] && continue # left out: build.sh has said why
     [ $status = 0 ] || exit $status
-    built+=("$name")
+    if [ "$name" = studio ]; then studio=yes; else built+=("$name"); fi
 done
-[ ${#built[@]} -gt 0 ] || exit 0
 
+# run FILE FOLDERS COMMANDS OPTION...: run these commands and then a file of tests in new namespaces.
+# OPTIONs of unshare add more of them. What is written to FOLDERS exists only there.
+run() {
+    unshare "${@:4}" --mount --pid --fork --kill-child --mount-proc bash -ec "
+        mount -t tmpfs over build/over
+        for folder in $2; do
+            mkdir -p build/over\$folder/{upper,work}
+            (cd build/over\$folder &&
+                mount -t overlay -o lowerdir=\$folder,upperdir=upper,workdir=work over \$folder)
+        done
+        mkdir -p /opt/ml # where containers mount their files
+        $3
+        exec .venv/bin/python -m pytest -q -rs $here/$1
+    "
+}
 export CONTAINERS="${built[*]}"
-mkdir -p build/opt
-unshare --net --mount --pid --fork --kill-child --mount-proc bash -c '
-    ip link set lo up
-    ip link add hosts type bridge
-    ip link set hosts up
-    # /opt/ml, where containers mount their files, exists only in these namespaces.
-    mount -t tmpfs opt build/opt
-    mkdir build/opt/upper build/opt/work
-    mount -t overlay opt -o lowerdir=/opt,upperdir=build/opt/upper,workdir=build/opt/work /opt
-    mkdir -p /opt/ml
-    exec .venv/bin/python -m pytest -q -rs tests/containers/in_containers.py
-'
+mkdir -p build/over
+failed=0
+if [ ${#built[@]} -gt 0 ]; then
+    run in_containers.py /opt "
+        ip link set lo up
+        ip link add hosts type bridge
+        ip link set hosts up
+    " --net || failed=1
+fi
+if [ -n "$studio" ]; then
+    # The other user must be able to reach Python in root's home folder.
+    run in_studio.py "/opt /home $HOME" "chmod a+x '$HOME'" || failed=1
+fi
+exit $failed
