@@ -76,6 +76,7 @@ def steps(log: list[str], name: str) -> list[float]:
     return [float(re.search(rf" {name}=(\S+)", x)[1]) for x in log if x.startswith("step=")]
 
 
+@pytest.mark.thorough
 def test_it_learns_an_environment_of_one_s_own_on_two_hosts(jobs: Jobs):
     log = finish(jobs, start(jobs, 2, ENVIRONMENT='"mine:Telling-v0"'))
     assert_learnt(log)

@@ -142,6 +142,7 @@ def test_lines_for_images_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(seen) == sorted(labels.items())
 
 
+@pytest.mark.thorough
 def test_lines_for_sdk_v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "entry.py").touch()

@@ -247,12 +247,13 @@ time.sleep(100)
             r"rank 3 of train.py was killed by signal 9\.",
         ),
         (0, "raise ValueError('first')", 1, "rank 3 of .* with status 1: ValueError: first"),
-        (
+        pytest.param(
             100,
             "pass",
             2,
             r"rank [01] of .*Connection closed.* Still running: rank 2 on (algo-\d \(dnn_group\)), "
             r"rank 3 on \1\.",
+            marks=pytest.mark.thorough,
         ),
     ],
 )

@@ -114,7 +114,8 @@ def test_the_wait_for_hosts_that_print_nothing_has_an_end(
     end = jobs.wait("silent")["TrainingEndTime"].timestamp()
     with pytest.raises(ValueError, match="There is no log"):
         monitoring.logs("silent")
-    assert 3 <= time.time() - end < 4
+    ended = time.time()
+    assert 3 <= ended - end < 20
     with pytest.raises(ValueError, match="There is no log"):  # the second call does not wait again
         monitoring.logs("silent")
-    assert time.time() - end < 4.5
+    assert time.time() - ended < 2
