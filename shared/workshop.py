@@ -69,6 +69,29 @@ def check_waiting(waiting_percent: Any, held_up_by: Any, job_name: str) -> Verdi
     )
 
 
+def check_data_costs(costs_percent: Any, job_name: str, synthetic_job: str) -> Verdict:
+    """With TensorFlow: by what percentage would a step of the job be shorter without data?"""
+    if costs_percent is None:
+        return Verdict(False, WAITING)
+    if not is_number(costs_percent):
+        return _not_yet(f"costs_percent must be a number such as 12.5, not {costs_percent!r}.")
+    table = steps(job_name)
+    step, floor = table["step_time_ms"].median(), steps(synthetic_job)["step_time_ms"].median()
+    truth = 100 * (1 - floor / step)
+    if abs(costs_percent - truth) <= POINTS:
+        return Verdict(
+            True,
+            f"Right: a step takes {step:.1f} ms, and {floor:.1f} ms without data, so data costs "
+            f"{truth:.0f} % of it. Answers within {POINTS} percentage points are accepted.",
+        )
+    hint = "Compare the step time with the one without data, for which the training needs no data."
+    if abs(costs_percent - wait_percent(table)) <= POINTS:
+        hint = "That is the wait. Preparing data also takes cores away from the training."
+    elif abs(costs_percent - (100 - truth)) <= POINTS:
+        hint = "That is the part of a step that remains without data; what is the other part?"
+    return _not_yet(hint)
+
+
 def check_prediction(
     predicted_ms: Any,
     data_hosts: Any,

@@ -137,6 +137,11 @@ def test_the_killed_data_server_was_started_again(lab: Lab):
 
 TRUE_WAIT = "workshop.wait_percent(monitoring.steps(homogeneous_job))"
 PREDICTED = "data_hosts, heterogeneous_job, synthetic_job, cores)"
+BOTH = "homogeneous_job, synthetic_job)"
+STEP, FLOOR = (
+    f"monitoring.steps({job})['step_time_ms'].median()"
+    for job in ("homogeneous_job", "synthetic_job")
+)
 END = "broken_job, killed_at, heterogeneous_job)"
 
 
@@ -154,6 +159,9 @@ END = "broken_job, killed_at, heterogeneous_job)"
         (f"check_prediction(0.001, {PREDICTED}", "data hosts cannot make it shorter"),
         (f"check_prediction(1e6, {PREDICTED}", "The limit is "),
         (f"check_prediction(1.2 * predicted_ms, {PREDICTED}", "The limit is "),
+        (f"check_data_costs(None, {BOTH}", workshop.WAITING),
+        (f"check_data_costs('49 %', {BOTH}", "must be a number such as 12.5, not '49 %'"),
+        (f"check_data_costs(500, {BOTH}", "Compare the step time with the one without data"),
         ("check_state(None, 1000)", workshop.WAITING),
         ("check_state({'ddp': [16000]}, 1000)", "state_bytes is {"),
         ("check_state({'ddp': [4000] * 3, 'fsdp': [4000] * 3}, 1000)", "the parameters alone"),
@@ -181,6 +189,7 @@ def test_answers_within_the_tolerance_are_right(lab: Lab):
     for call in (
         f"check_waiting({TRUE_WAIT} - 9, 'data', homogeneous_job)",
         f"check_prediction(1.09 * predicted_ms, {PREDICTED}",
+        f"check_data_costs(100 * (1 - {FLOOR} / {STEP}) + 9, {BOTH}",
     ):
         assert lab.check(call).startswith("Right")
 
