@@ -241,7 +241,7 @@ def result() -> Picture:
         ):
             top = y + 20 + 22 * row
             box(picture, 16, top, 176 * ms / before, 18, colour, corner=3)
-            words = f"{round(ms, 1):,g} ms, USD {usd:.2f}"
+            words = f"{round(ms, 1):,g} ms, USD {usd:.3g}"
             text(picture, 22 + 176 * ms / before, top + 9, words, align="start")
     for row, words in enumerate(
         [

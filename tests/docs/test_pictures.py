@@ -94,7 +94,7 @@ def test_readme_says_in_words_what_its_picture_shows():
     words = alternative("README.md", "docs/images/result.svg")
     for name, ((before, before_usd), (after, after_usd)) in pictures.results().items():
         said = f"{name}: from {before:,g} to {after:,g} ms, "
-        said += f"from USD {before_usd:.2f} to {after_usd:.2f}"
+        said += f"from USD {before_usd:.3g} to {after_usd:.3g}"
         assert said in words, f"README's picture shows, but its text does not say: {said}"
 
 
