@@ -254,8 +254,8 @@ def receive(first: int, last: int, host: psutil.Process) -> tuple[dict, list[str
             if not tiny and cpu[name][0] > MOST_CPU * cpu[DATALOADER][0]:
                 missed.append(f"CPU time of the training process, {what}, {name}")
         results[what] = {name: way.result() for name, way in found.items()}
-    heads = "batches of | way | speed | CPU ms for each | training process | its workers"
-    table(f"{heads} | process that sends", rows)
+    heads = "batches of | from | speed | CPU ms per | training process | its workers"
+    table(f"{heads} | data host's sending process", rows)
     return results, missed
 
 

@@ -43,7 +43,7 @@ LEAST = 0.9  # of the batches per second that the workers can prepare
 JOBS = 2, 4, 16, 64  # hosts
 HOLD_SECONDS, TRAINING_SECONDS, LIMIT_SECONDS = 4.0, 8.0, 120
 TF_WORKERS, TF_CONSUMERS, TF_SECONDS, AT_ONCE = (2, 4, 8), 4, 0.5, 4
-HEADS = "batches/s | of what workers can | CPU ms a batch: servers | clients | machine"
+HEADS = "batches/s | of what workers can prepare | servers' CPU ms per batch | clients' | machine"
 
 
 @dataclass
@@ -165,7 +165,7 @@ def loader() -> tuple[dict, list[str]]:
         enough = ranks * num_workers * SAMPLES >= 2 * sum(workers)
         if enough and traffic.rate < LEAST * limit and traffic.machine <= MOST_OF_MACHINE:
             missed.append(f"data hosts of {hosts}, {ranks} ranks")
-    table(f"data hosts x workers | ranks | num_workers | {HEADS}", rows)
+    table(f"data hosts x workers of each | ranks | num_workers | {HEADS}", rows)
     return found, missed
 
 
