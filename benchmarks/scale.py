@@ -43,7 +43,8 @@ LEAST = 0.9  # of the batches per second that the workers can prepare
 JOBS = 2, 4, 16, 64  # hosts
 HOLD_SECONDS, TRAINING_SECONDS, LIMIT_SECONDS = 4.0, 8.0, 120
 TF_WORKERS, TF_CONSUMERS, TF_SECONDS, AT_ONCE = (2, 4, 8), 4, 0.5, 4
-HEADS = "batches/s | of what workers can prepare | servers' CPU ms per batch | clients' | machine"
+HEADS = "batches/s | of what workers can prepare | servers' CPU ms per batch"
+HEADS += " | clients' CPU ms per batch | machine"
 
 
 @dataclass

@@ -8,6 +8,7 @@ train on the same batch, and exchange activations in every layer instead of para
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,11 @@ def train(model: nn.Module) -> str:
     return f"loss={loss.item():.6f} state_bytes_per_rank={4 * sum(p.nbytes for p in mine)}"
 
 
+world_size = int(os.environ["WORLD_SIZE"])  # torchrun sets it
+if 4096 % world_size:
+    sys.exit("tensor_parallel.py: error: use 1, 2, 4, ... ranks, which divide a layer of 4096")
 dist.init_process_group("gloo")
-ranks = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+ranks = init_device_mesh("cpu", (world_size,))
 whole = train(build())
 # The first layer is split by its outputs, and the second one by its inputs. So a rank's outputs of
 # the first are its inputs of the second, and one all-reduce after the second adds everything up.

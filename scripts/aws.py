@@ -164,7 +164,8 @@ def check_quotas(needed: Mapping[str, int], region: str) -> None:
         print(f"  {name}: {count} ({f'yours: {yours[name]:.0f}' if name in yours else unknown})")
     low = [f"{name}: {n}" for name, n in needed.items() if yours.get(name, n) < n]
     if low:
-        sys.exit(f"Quotas too low: request in Service Quotas, {region}: {'; '.join(low)}.")
+        where = f"in Service Quotas, Amazon SageMaker, {region}"
+        sys.exit(f"Quotas too low: request {where}: {'; '.join(low)}.")
 
 
 def ask() -> None:

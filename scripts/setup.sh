@@ -78,7 +78,7 @@ tell_uv() {
 # takes. The limits leave a GB or two for other files: on a full disk Studio's JupyterLab may not start.
 need() {
     local free held
-    free=$(df -Pm . | awk 'NR == 2 { print $4 }') held=$(du -sm .venv | cut -f 1)
+    free=$(df -Pm .venv/ | awk 'NR == 2 { print $4 }') held=$(du -sm .venv/ 2>>"$log" | cut -f 1) || true
     [ $((free + held)) -ge $(($1 * 1024)) ] ||
         fail "the disk has $free MB free, and $1 GB are needed. Delete something, or make the disk" \
             "larger (in SageMaker Studio: stop the space, and give it 15 GB of storage). Then run the" \
@@ -88,7 +88,7 @@ need() {
 # Choose PyTorch's CPU build unless there is a GPU. It comes from PyTorch's own index, or from a
 # source that pip's settings name.
 choose_torch() {
-    local dry_run=("$uv" pip install --dry-run --reinstall)
+    local dry_run=("$uv" pip install --color never --dry-run --reinstall) found
     local cuda="about 1.7 GB to download, 7 GB on disk" cpu="about 0.8 GB to download, 3.2 GB on disk"
     if nvidia-smi >/dev/null 2>&1; then
         echo "  PyTorch: the CUDA build, since there is a GPU; $cuda"
@@ -97,7 +97,9 @@ choose_torch() {
         echo "  PyTorch: the CPU build; $cpu"
         torch=--torch-backend=cpu
         need 5
-    elif "${dry_run[@]}" -c constraints.txt torch 2>&1 | grep " nvidia-" >/dev/null; then
+    elif ! found=$("${dry_run[@]}" -c constraints.txt torch 2>&1); then
+        echo "$found" >>"$log" # the installation will say what is wrong
+    elif grep -q " nvidia-" <<<"$found"; then
         echo "  PyTorch: the CUDA build, because the index of CPU builds cannot be reached; $cuda"
         need 9
     else

@@ -3,6 +3,7 @@
 import hmac
 import multiprocessing.connection
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -12,7 +13,7 @@ import numpy as np
 
 ENVIRONMENT = "CartPole-v1"  # or "module:Name-v0", if the module registers it
 PER_CORE = 8  # environments in each process, which steps them one after the other
-STEP_SECONDS = 50  # the most that environments may take for a step; train.py waits for 60
+STEP_SECONDS = 50  # for a step, and for the start before the first one; train.py waits for 60
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_reconnect_backoff_ms", 1000)]
 OPTIONS += [("grpc.enable_http_proxy", 0)]  # hosts of one job talk directly
 LIFE = os.urandom(8)  # identifies this server: after a restart it has new environments
@@ -52,8 +53,10 @@ def step(request: bytes, context: grpc.ServicerContext) -> bytes:
     try:
         for number, pipe in enumerate(pipes):
             pipe.send_bytes(actions[number * share : (number + 1) * share])
-        if not all(multiprocessing.connection.wait([pipe], STEP_SECONDS) for pipe in pipes):
-            raise EOFError
+        end = time.monotonic() + STEP_SECONDS
+        for pipe in pipes:
+            if not pipe.poll(max(0, end - time.monotonic())):
+                raise EOFError
         return LIFE + b"".join(pipe.recv_bytes() for pipe in pipes)
     except (EOFError, OSError):  # an environment fails or hangs: hetero restarts this server
         os._exit(1)

@@ -63,6 +63,8 @@ if [ ${#built[@]} -gt 0 ]; then
 fi
 if [ -n "$studio" ]; then
     # The other user must be able to reach Python in root's home folder.
-    run in_studio.py "/opt /home $HOME" "chmod a+x '$HOME'" || failed=1
+    folders="/opt /home"
+    [[ $HOME == /home/* ]] || folders+=" $HOME"
+    run in_studio.py "$folders" "chmod a+x '$HOME'" || failed=1
 fi
 exit $failed

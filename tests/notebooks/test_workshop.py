@@ -122,7 +122,7 @@ def test_a_right_prediction_is_followed_by_the_measurement(lab: Lab):
 
 
 def test_ranks_keep_as_many_bytes_as_lab_4_says(lab: Lab):
-    measured = ast.literal_eval(lab.run("print([kept[f'{n} ranks'] for n in (1, 2)])"))
+    measured = ast.literal_eval(lab.run("print([kept[f'ranks: {n}'] for n in (1, 2)])"))
     predicted = ast.literal_eval(lab.run("print(state_bytes)"))
     for name in ("ddp", "fsdp"):
         kept = [ranks[name] for ranks in measured]
@@ -163,7 +163,7 @@ END = "broken_job, killed_at, heterogeneous_job)"
         (f"check_data_costs('49 %', {BOTH}", "must be a number such as 12.5, not '49 %'"),
         (f"check_data_costs(500, {BOTH}", "Compare the step time with the one without data"),
         ("check_state(None, 1000)", workshop.WAITING),
-        ("check_state({'ddp': [16000]}, 1000)", "state_bytes is {"),
+        ("check_state({'ddp': [16000]}, 1000)", "state_bytes must be {"),
         ("check_state({'ddp': [4000] * 3, 'fsdp': [4000] * 3}, 1000)", "the parameters alone"),
         (
             "check_state({'ddp': [99] * 3, 'fsdp': [99] * 3}, 1000)",

@@ -229,7 +229,7 @@ class Source:
             text += "ConcatDataset, put RemoteDataset around it, not inside"
         elif not is_divisible and not self.collate_fn:
             text = f"{name} has __getitems__, so each batch is prepared by one process: set "
-            text += "num_workers to the data hosts' number of cores"
+            text += "num_workers to this rank's share of the data hosts' cores"
         if text and text not in self.noticed and (not info or info.id == 0):
             self.noticed.add(text)
             print(f"feed: {text}", flush=True)

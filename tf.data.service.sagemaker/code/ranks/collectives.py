@@ -101,7 +101,7 @@ def take_share(local_rank: int, local_size: int) -> int:
         sys.exit(
             f"collectives.py: error: the host has {there} GPUs (SM_NUM_GPUS), but TensorFlow sees "
             f"{len(gpus)}: driver {driver} does not fit the image's CUDA {cuda}. Use an image "
-            "with an older CUDA, or the image's CUDA libraries for older drivers."
+            "with an older CUDA, or with CUDA's compatibility libraries for older drivers."
         )
     if gpus:
         tf.config.set_visible_devices(gpus[local_rank], "GPU")

@@ -46,7 +46,7 @@ def main(functions: Sequence[Callable] = (), processes: int = 1) -> None:
     if os.environ["HETERO_FIRST"] == "1":
         dispatch(dispatcher, ended)
     wait(ended)
-    sys.exit("service: a worker process has ended, see its output above")
+    sys.exit("service: a worker process has ended: see its output in this host's log")
 
 
 def dispatch(dispatcher: str, ended: list[int]) -> None:
