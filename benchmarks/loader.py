@@ -192,7 +192,7 @@ def prepare(first: int, last: int) -> tuple[dict, list[str]]:
     rows = [(name, f"{rate:.0f}", f"{rates[OURS] / rate:.2f}") for name, rate in rates.items()]
     table("prepared on one core by | samples/s | data host / this", rows)
     missed = [
-        f"more than {n} of {peer}" for peer, n in LEAST.items() if rates[OURS] < n * rates[peer]
+        f"at least {n} of {peer}" for peer, n in LEAST.items() if rates[OURS] < n * rates[peer]
     ]
     return {name: way.result() for name, way in found.items()}, missed
 

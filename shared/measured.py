@@ -211,7 +211,7 @@ def measured_fit(
             "prepares the batches; arrays are prepared already"
         )
     per_call = getattr(model, "steps_per_execution", getattr(model, "_steps_per_execution", 1))
-    if int(getattr(per_call, "numpy", lambda: per_call or 1)()) > 1:
+    if int(getattr(per_call, "numpy", lambda: per_call or 1)()) > 1:  # Keras 2: a variable
         raise ValueError("measured_fit: compile the model with steps_per_execution=1 to measure it")
     if _rank() == 0:
         print(NOTICE, flush=True)

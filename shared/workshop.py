@@ -84,7 +84,7 @@ def check_data_costs(costs_percent: Any, job_name: str, synthetic_job: str) -> V
             f"Right: a step takes {step:.1f} ms, and {floor:.1f} ms without data, so data costs "
             f"{truth:.0f} % of it. Answers within {POINTS} percentage points are accepted.",
         )
-    hint = "Compare the step time with the one without data, for which the training needs no data."
+    hint = "Compare the step time with that of the job without data."
     if abs(costs_percent - wait_percent(table)) <= POINTS:
         hint = "That is the wait. Preparing data also takes cores away from the training."
     elif abs(costs_percent - (100 - truth)) <= POINTS:
@@ -241,7 +241,9 @@ def check_state(state_bytes: Any, parameters: float) -> Verdict:
             3 / 4: "Adam keeps two moments for each parameter: of the gradient, and of its square.",
         }
         found = [hint for part, hint in hints.items() if _close([one], [part * whole])]
-        return _not_yet(*found or ["Begin with one rank: how many numbers per parameter is that?"])
+        return _not_yet(
+            *found or ["Begin with one rank: how many numbers does it keep per parameter?"]
+        )
     if not _close(more, [whole] * len(more)):
         return _not_yet("With DDP every rank has the whole model, however many ranks there are.")
     if not _close(state_bytes["fsdp"], [whole / ranks for ranks in RANKS]):

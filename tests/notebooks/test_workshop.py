@@ -161,13 +161,16 @@ END = "broken_job, killed_at, heterogeneous_job)"
         (f"check_prediction(1.2 * predicted_ms, {PREDICTED}", "The limit is "),
         (f"check_data_costs(None, {BOTH}", workshop.WAITING),
         (f"check_data_costs('49 %', {BOTH}", "must be a number such as 12.5, not '49 %'"),
-        (f"check_data_costs(500, {BOTH}", "Compare the step time with the one without data"),
+        (
+            f"check_data_costs(500, {BOTH}",
+            "Compare the step time with that of the job without data",
+        ),
         ("check_state(None, 1000)", workshop.WAITING),
         ("check_state({'ddp': [16000]}, 1000)", "state_bytes must be {"),
         ("check_state({'ddp': [4000] * 3, 'fsdp': [4000] * 3}, 1000)", "the parameters alone"),
         (
             "check_state({'ddp': [99] * 3, 'fsdp': [99] * 3}, 1000)",
-            "how many numbers per parameter",
+            "how many numbers does it keep per parameter",
         ),
         ("check_state({'ddp': [16000, 8000, 4000], 'fsdp': [1] * 3}, 1000)", "has the whole model"),
         ("check_state({'ddp': [16000] * 3, 'fsdp': [16000] * 3}, 1000)", "keeps 1/N of all"),
