@@ -16,7 +16,7 @@ from moto import mock_aws
 from sagemaker.core import image_uris
 
 from helpers.pages import HELLO_NOTEBOOK, PYTORCH_NOTEBOOK, ROOT, TENSORFLOW_NOTEBOOK
-from shared import costs, prices
+from shared import advisor, costs, prices
 from shared.monitoring.describe import instances_of
 
 pytestmark = pytest.mark.quick
@@ -80,6 +80,21 @@ def test_page_says_what_a_run_asks_for(name: str, target: str):
         assert (float(number), dated[letter]) == (round(price.usd_per_hour, 3), price.as_of)
     hourly = [costs.price_per_hour(k) * n for r in asked for k, n in instances(r).items()]
     assert run == f"USD {sum(hourly) / 6:.2f}, {15 * len(asked)} minutes"
+
+
+def test_data_hosts_cost_less_than_a_larger_instance_where_the_pytorch_notebook_says_so():
+    """By the page's estimate of a step: those of `aws` do, and that of `aws-small` does not."""
+    samples, each = re.search(r"([\d,]+) samples x\s+([\d.]+) ms on two cores", SECTION).groups()
+    step_ms = int(samples.replace(",", "")) * float(each) / 2
+    # The floor is a guess; each of these clusters takes longer.
+    advice = advisor.advise(advisor.Measured("ml.g5.xlarge", step_ms, accelerator_ms=20))
+    usd = advice.candidates.set_index("instances")["USD per 1,000 steps"]
+    larger = usd[usd.index.str.startswith("1 x ml.g5.") & ~usd.index.str.contains(r"\+")].min()
+    assert larger == usd["1 x ml.g5.16xlarge"]
+    ours = {target: instances(requests("PyTorch", target)[-1]) for target in ("aws", "aws-small")}
+    names = {to: " + ".join(f"{n} x {kind}" for kind, n in ours[to].items()) for to in ours}
+    assert advice.verdict.startswith("go") and usd[names["aws"]] < 0.95 * larger
+    assert usd[names["aws-small"]] > larger
 
 
 @pytest.mark.parametrize("name", costs.PUBLISHED)
