@@ -165,7 +165,8 @@ def compare_runs(
 
 def _row(run: Run, prices: dict[str, Price]) -> dict[str, Any]:
     """Compute the columns that do not depend on the baseline."""
-    names = sorted(run.instances, key=lambda name: -prices[name].usd_per_hour)  # by falling price
+    # The training instances first: those with GPUs, then by falling price.
+    names = sorted(run.instances, key=lambda n: (-prices[n].gpus, -prices[n].usd_per_hour))
     usd_per_hour = sum(run.instances[name] * prices[name].usd_per_hour for name in names)
     summands = " + ".join(f"{run.instances[name]} x {prices[name].usd_per_hour}" for name in names)
     days = ", ".join(sorted({prices[name].as_of for name in names}))

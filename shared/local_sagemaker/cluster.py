@@ -148,7 +148,7 @@ def plan_hosts(groups: list[dict], scale_vcpus: int, number: int, folder: Path) 
 
 def describe_plan(job_name: str, hosts: list[Host]) -> str:
     """Format the plan as a table for the notebook."""
-    rows = [("host", "group", "instance type", "cores here", "address")]
+    rows = [("host", "group", "instance type", "core numbers", "address")]
     for h in hosts:
         cores = ",".join(map(str, h.cores)) + " (also as GPU)" * has_gpu(h.instance_type)
         rows.append((h.name, h.group, h.instance_type, cores, h.address))

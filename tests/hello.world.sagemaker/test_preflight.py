@@ -13,7 +13,7 @@ from shared import monitoring
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 CODE = Path(__file__).parents[2] / "hello.world.sagemaker" / "code"
 PREFLIGHT = (CODE / "preflight.py").read_text()
-GROUPS = {"data_group": ("ml.c6i.4xlarge", 1), "dnn_group": ("ml.g5.xlarge", 1)}
+GROUPS = {"data_group": ("ml.c6i.8xlarge", 1), "dnn_group": ("ml.g5.xlarge", 1)}
 SECURITY_GROUP = "the job's security group must allow all traffic from itself."
 
 
@@ -80,12 +80,12 @@ def row(job: dict, label: str) -> list[str]:
 
 
 def test_healthy_hosts(jobs: Jobs):
-    groups = {"data_group": ("ml.c6i.4xlarge", 1), "dnn_group": ("ml.g5.xlarge", 2)}
+    groups = {"data_group": ("ml.c6i.8xlarge", 1), "dnn_group": ("ml.g5.xlarge", 2)}
     warn = "import atexit; atexit.register(print, 'a warning, as from torchrun')"
     text = PREFLIGHT.replace("import torch\n", f"import torch; {warn}\n")  # printed last
     job = jobs.wait(start(jobs, text, groups))
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
-    assert row(job, "instance type") == ["ml.c6i.4xlarge", "ml.g5.xlarge", "ml.g5.xlarge"]
+    assert row(job, "instance type") == ["ml.c6i.8xlarge", "ml.g5.xlarge", "ml.g5.xlarge"]
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     assert row(job, "sees") == [f"0 GPUs, {cuda}"] * 3
     assert all(cell.startswith("PyTorch 2.") for cell in row(job, "framework"))
@@ -301,6 +301,6 @@ def test_several_hosts_need_a_token(jobs: Jobs):
 
 
 def test_groups_of_other_names_need_to_say_which_of_them_trains(jobs: Jobs):
-    groups = {"a": ("ml.c6i.4xlarge", 1), "b": ("ml.g5.xlarge", 1)}
+    groups = {"a": ("ml.c6i.8xlarge", 1), "b": ("ml.g5.xlarge", 1)}
     job = jobs.wait(start(jobs, FAST, groups))
     assert "only ['a', 'b']: set TRAINING_GROUP." in job["FailureReason"]

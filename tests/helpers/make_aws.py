@@ -35,7 +35,7 @@ botocore.handlers.BUILTIN_HANDLERS.append(("before-send", to_the_server))
 @contextmanager
 def service_quotas() -> Iterator[dict[str, float]]:
     """Mock Service Quotas, which moto does not have; if the quotas are empty, it denies access."""
-    yours = {f"ml.{kind} for training job usage": 2.0 for kind in ("g5.xlarge", "c6i.4xlarge")}
+    yours = {f"ml.{kind} for training job usage": 2.0 for kind in ("g5.xlarge", "c6i.8xlarge")}
 
     def answer(_: ServiceQuotasResponse) -> ActionResult:
         if not yours:
@@ -59,8 +59,8 @@ class Repository:
         requests = Path("tests", "notebooks", "requests")
         (folder / requests).mkdir(parents=True)
         for path in aws.NOTEBOOKS:
-            stored = ROOT / requests / "hetero-pytorch-mnist.aws-small.json"
-            shutil.copy(stored, folder / requests / f"{path.stem}.aws-small.json")
+            stored = ROOT / requests / "hetero-pytorch-mnist.aws.json"
+            shutil.copy(stored, folder / requests / f"{path.stem}.aws.json")
             self.notebook(path)
         (folder / "sitecustomize.py").write_text(NOTHING_GOES_OUT)
         others = ("AWS_", "IPYTHONDIR")  # IPython's start-up file is for the real notebooks only

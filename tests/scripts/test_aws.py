@@ -104,7 +104,7 @@ def assert_private(page: str) -> None:
 
 def test_a_run_leaves_a_page(repository: Repository):
     group = {"VolumeSizeInGB": 1, "InstanceGroups": [
-        {"InstanceGroupName": "data_group", "InstanceType": "ml.c6i.4xlarge", "InstanceCount": 1},
+        {"InstanceGroupName": "data_group", "InstanceType": "ml.c6i.8xlarge", "InstanceCount": 1},
         {"InstanceGroupName": "dnn_group", "InstanceType": "ml.g5.xlarge", "InstanceCount": 1},
     ]}  # fmt: skip
     repository.notebook(HELLO, SDK_JOB, tag="any")
@@ -121,7 +121,7 @@ def test_a_run_leaves_a_page(repository: Repository):
     assert "mnist-heterogeneous" in output
     assert "ml.g5.xlarge for training job usage: 1 (yours: 2)" in output
     # Three times the PyTorch notebook's jobs, each for 22 minutes.
-    assert f"at most USD {3 * (3 * 1.41 + 0.816) * 22 / 60:.2f}" in output
+    assert f"at most USD {3 * (3 * 1.41 + 2 * 1.632) * 22 / 60:.2f}" in output
     assert "again, up to six times ten minutes apart" in output  # as in the notebook
     assert ACCOUNT not in output
 
@@ -131,9 +131,9 @@ def test_a_run_leaves_a_page(repository: Repository):
     jobs = [client.describe_training_job(TrainingJobName=name) for name in names]
     assert [job["StoppingCondition"] for job in jobs] == [{"MaxRuntimeInSeconds": 20 * 60}] * 2
     seconds, more = (job["BillableTimeInSeconds"] for job in jobs)
-    usd = seconds * (1.41 + 0.816) / 3600
+    usd = seconds * (1.41 + 1.632) / 3600
     more_usd = more * prices.price_per_hour("ml.m5.large") / 3600
-    instances = "1 x ml.g5.xlarge + 1 x ml.c6i.4xlarge"
+    instances = "1 x ml.g5.xlarge + 1 x ml.c6i.8xlarge"
     head = subprocess.check_output(["git", "describe", "--always"], cwd=repository.folder)
     page = repository.page()
     for text in (
