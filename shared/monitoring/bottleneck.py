@@ -257,6 +257,7 @@ def verdict(seen: Observed) -> str:
             f"(on AWS {LATE}){waits}."
         )
     absent = missing(seen)
+    playing = [host for host in seen.hosts["host"] if seen.plays_gpu(host)]
     what = " and ".join(f"the {u}s of {group} ({p:.0f} % busy)" for (group, u), p in found.items())
     if any(unit == "CPU" for _, unit in found):
         text = f"Bottleneck: {what}{waits}."
@@ -266,13 +267,14 @@ def verdict(seen: Observed) -> str:
     elif len(unknown) or absent:
         text = f"Bottleneck: unknown{waits}."
     elif costs >= LEAST_WAIT_PERCENT:
+        others = "other programs on this machine, " if playing else ""
         text = (
-            f"Bottleneck: none of these CPUs and GPUs{waits}. Look at the network, the storage, "
-            "and the number of workers."
+            f"Bottleneck: none of these CPUs and GPUs{waits}. Look at {others}the network, the "
+            "storage, and the number of workers."
         )
     else:
         text = f"Bottleneck: none{waits}."
-    if playing := [host for host in seen.hosts["host"] if seen.plays_gpu(host)]:
+    if playing:
         text += f" There is no GPU here: the cores of {', '.join(playing)} stand in for it."
     if len(unknown):
         text += f" Not judged: {', '.join(unknown)}, which is not in shared/prices.csv."

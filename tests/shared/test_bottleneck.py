@@ -150,21 +150,23 @@ def test_the_bottleneck_is_named_and_marked(aws, capsys, data, cpu, gpu, wait, s
 
 
 @pytest.mark.parametrize(
-    "data_group, floor, sentence, said",
+    "data_group, floor, percent, sentence, said",
     [
         # Without data hosts, the group's cores do both; with them, they only play the GPU.
-        (False, 100, "Bottleneck: the CPUs of dnn_group (99 % busy); data costs 50 % of a step.",
+        (False, 100, 99, "Bottleneck: the CPUs of dnn_group (99 % busy); data costs 50 % of a",
          "cores that also act as GPU 99 % busy = BOTTLENECK"),
-        (False, 190, "The limit: the GPUs of dnn_group (99 % busy), as it should be; data costs ",
+        (False, 190, 99, "The limit: the GPUs of dnn_group (99 % busy), as it should be; data",
          "cores that act as GPU 99 % busy = the limit"),
-        (True, 190, "The limit: the GPUs of dnn_group (99 % busy), as it should be; data costs ",
+        (True, 190, 99, "The limit: the GPUs of dnn_group (99 % busy), as it should be; data",
          "cores that act as GPU 99 % busy = the limit"),
-        (True, 150, "The limit: the GPUs of dnn_group (99 % busy); data costs 25 % of a step.",
+        (True, 150, 99, "The limit: the GPUs of dnn_group (99 % busy); data costs 25 % of a step.",
          "cores that act as GPU 99 % busy = the limit"),
+        (True, 150, 80, "data costs 25 % of a step. Look at other programs on this machine, the ne",
+         "cores that act as GPU 80 % busy"),
     ],
 )  # fmt: skip
-def test_where_no_gpu_is_seen_the_cores_play_it(aws, data_group, floor, sentence, said):
-    hosts = {"algo-2": ("dnn_group", [9500] * 6, [])}
+def test_where_no_gpu_is_seen_the_cores_play_it(aws, data_group, floor, percent, sentence, said):
+    hosts = {"algo-2": ("dnn_group", [96 * percent] * 6, [])}
     hosts |= {"algo-1": ("data_group", [3600] * 6, [])} if data_group else {}
     role = f"arn:aws:iam::123456789012:role/{ROLE_NAME}"
     put_job("job", PUBLISHED, role_arn=role)
