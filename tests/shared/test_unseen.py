@@ -202,4 +202,4 @@ def test_what_is_80_percent_busy_counts_as_80_percent():
     step = advice.predict("ml.c5.18xlarge", 2)["step time (ms)"]
     assert step == pytest.approx(192 * 96 / (96 + 2 * 72) / 0.8)
     assert 100 * (step / 86 - 1) == pytest.approx(11.6, abs=0.05)
-    assert advice.inputs["CPU work"].startswith("23,040 core-ms = 192.0 ms x 1 x 96 cores x 100 %")
+    assert advice.inputs["with data hosts"].startswith("CPU work x 100 % / 80 %, how busy")
