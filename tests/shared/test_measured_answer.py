@@ -39,6 +39,14 @@ def test_prints_what_follows_and_three_clusters(clock, capsys, monkeypatch):
     assert len(lines) == 12 and all("USD" in line for line in lines[7:10])
 
 
+def test_rounding_does_not_contradict_the_verdict(clock, capsys, monkeypatch):
+    monkeypatch.setattr(module, "_sample", lambda _: (clock.now, 79.9 * clock.now, 100 * clock.now))
+    for seconds, said in (0.011, "data costs    9.9 % of a step"), (0.3, "CPUs busy     79.9 %"):
+        train(clock, measured(SimulatedLoader(clock, 0, seconds=seconds), 72), 0.1)
+        printed = capsys.readouterr().out
+        assert said in printed and "verdict       not CPU-bound" in printed
+
+
 PROGRAM = """
 from measured import measured
 for _ in measured(range(72), buffer=0, instance_type="ml.p4d.24xlarge"): pass
