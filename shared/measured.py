@@ -15,7 +15,7 @@ few real steps is dropped. Filling buffers takes CPU time, so repeated steps are
 full. All ranks must switch at the same step, so steps are counted, not timed.
 
 CPU use (known only on Linux) is that of all programs, in percent of the vCPUs that the process may
-use, or that of its container in percent of a lower limit: then pass a type with as many vCPUs.
+use, or its container's in percent of a lower limit: then pass an instance_type with as many vCPUs.
 """
 
 import atexit

@@ -146,7 +146,7 @@ class Measured:
         return work, work * (1 - self.training_share)
 
     def preparing_ms(self, cores: int) -> float:
-        """CPU time in core-ms that preparing a step's data takes: only while CPUs are busy."""
+        """CPU time in core-ms for which preparing a step's data keeps CPUs busy."""
         return self.cpu_work(cores)[1] * self.busy_percent / 100
 
     @property
@@ -186,8 +186,8 @@ def instance_types(
     for name in {instance_type, *(cores or {})} - newest.keys():
         if f"ml.{name}" in anywhere:
             raise ValueError(f"No training instance is called {name}: did you mean ml.{name}?")
-        found = anywhere.get(name) or prices.find(name)  # raises, and says which types are known
-        newest[name] = replace(found, region="", usd_per_hour=nan, as_of="")
+        other = anywhere.get(name) or prices.find(name)  # raises, and says which types are known
+        newest[name] = replace(other, region="", usd_per_hour=nan, as_of="")
     types = pd.DataFrame(map(asdict, newest.values())).set_index("instance_type").sort_index()
     families = types.index.str.extract(r"^ml\.([^.]+)\.", expand=False)
     types["retired"] = _read("retired.csv")["since"].reindex(families).fillna("").to_numpy()

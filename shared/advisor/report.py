@@ -242,8 +242,8 @@ def plot(advice: Advice, note: str = "", runs: dict[str, Any] | None = None) -> 
 
     if isnan(advice.candidates["USD per hour"][0]):
         raise ValueError(
-            f"No price of {advice.measured.instance_type} is known, so there are no costs to draw: "
-            "python -m shared.costs --refresh REGION gets it from AWS."
+            f"No price of {advice.measured.instance_type} is known here, so there are no costs to "
+            "draw: python -m shared.costs --refresh REGION gets it from AWS."
         )
     x, y = "step time (ms)", "USD per 1,000 steps"
     table = advice.candidates

@@ -121,7 +121,7 @@ def _judge(
             f"None of the types compared is a {family} with as many GPUs and more vCPUs."
         )
     else:
-        by = "USD per hour" if isnan(floor) else "USD per 1,000 steps"
+        by = "USD per hour" if isnan(floor) else "USD per 1,000 steps"  # the next larger size first
         larger = scale_ups.sort_values(by).iloc[0]
         works = larger["improvement (%)"] > 0
         cheaper = _cheaper(paying, larger, floor)
@@ -197,17 +197,16 @@ def _without_price(
     names = fastest["instances"].str.split(" x ").str[-1]
     hosts = fastest["data hosts"] * types["usd_per_hour"].loc[names].to_numpy()
     best = _simplest(fastest.assign(**{"USD per 1,000 steps": hosts}))
+    hint = _intake(measured, types["gpus"][measured.instance_type], best["step time (ms)"])
     saved = measured.step_ms / best["step time (ms)"] - 1
     if saved <= 0:
-        more = _intake(measured, types["gpus"][measured.instance_type], step.min())
-        return ON_GPU, "", [lacks, *more, "No data hosts make it faster."]
+        return ON_GPU, "", [lacks, *hint, "No data hosts make it faster."]
     enough = hosts[best.name] / saved / measured.count
     pays = (
         f"{_effect(best, measured)}, pays if one {measured.instance_type} costs more than USD "
         f"{enough:,.2f} an hour."
     )
-    more = _intake(measured, types["gpus"][measured.instance_type], best["step time (ms)"])
-    return GO, best["instances"], [lacks, pays, *more]
+    return GO, best["instances"], [lacks, pays, *hint]
 
 
 def _cheaper(paying: pd.DataFrame, larger: pd.Series, floor: float) -> pd.DataFrame:

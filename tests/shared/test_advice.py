@@ -9,7 +9,6 @@ import pytest
 from shared import advisor
 from shared.advisor import report, verdict
 from shared.advisor.prediction import Measured
-from shared.measured import _summary
 
 P4D = Measured("ml.p4d.24xlarge", 192, accelerator_ms=80)
 P5EN = replace(P4D, instance_type="ml.p5en.48xlarge")  # has no price
@@ -40,9 +39,8 @@ def test_data_hosts_have_to_be_worth_their_set_up(instance_type, floor, only, an
         assert short(advice)[1] == []
 
 
-def test_cpu_use_is_at_most_100_percent(tmp_path, capsys):
-    """A container may use more than its limit for a moment; older copies printed that."""
-    assert _summary([[(0.0, 0, 0), (1.0, 1_010_000, 1_000_000)]], 10)[2] == 100
+def test_cpu_use_in_a_log_is_at_most_100_percent(tmp_path, capsys):
+    """A container may use more than its limit for a moment; older copies of measured.py say so."""
     numbers = {"step_ms": 400, "accelerator_ms": 100, "instance_type": "ml.p4d.24xlarge"}
     numbers |= {"cpu_percent": 101.2, "training_cpu_percent": 100.4}
     (tmp_path / "log").write_text(json.dumps({"measured": numbers}))

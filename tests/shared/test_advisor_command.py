@@ -51,7 +51,7 @@ def refusal(capsys, arguments: str) -> str:
         (P4D + " --kept-busy-percent 800", "kept_busy_percent is 800, but must be from 0 to 100"),
         (
             "--instance ml.p5en.48xlarge --step-ms 192 --figure any.png",
-            "No price of ml.p5en.48xlarge is known, so there are no costs to draw",
+            "No price of ml.p5en.48xlarge is known here, so there are no costs to draw",
         ),
         (P4D + " --count 0", "count is 0, but must be a positive number"),
         (
