@@ -181,12 +181,13 @@ def shortlist(advice: Advice) -> str:
 def worth_a_look(advice: Advice) -> pd.DataFrame:
     """Choose the candidates to show: the measured cluster, the recommended one, and faster ones:
     scale-ups (without a floor, the next larger size), and those with data hosts on or near the
-    frontier. Without a floor or price there is no frontier: then those with one data host. Of
-    candidates with equal step time and cost, it takes the fewest data hosts.
+    frontier. Without a floor or price there is no frontier: then those with one data host for each
+    training instance. Of candidates with equal step time and cost, it takes the fewest data hosts.
     """
-    table, floor_known = advice.candidates, not isnan(advice.measured.floor_ms)
-    has_frontier = floor_known and not isnan(advice.candidates["USD per hour"][0])
-    chosen = table["frontier"] != "" if has_frontier else table["data hosts"] == 1
+    job, table = advice.measured, advice.candidates
+    floor_known = not isnan(job.floor_ms)
+    has_frontier = floor_known and not isnan(table["USD per hour"][0])
+    chosen = table["frontier"] != "" if has_frontier else table["data hosts"] == job.count
     alike = table[["step time (ms)", "USD per 1,000 steps"]].round(6)
     fewest = ~alike.assign(n=table["data hosts"]).sort_values("n", kind="stable").duplicated(
         ["step time (ms)", "USD per 1,000 steps"]
@@ -194,7 +195,7 @@ def worth_a_look(advice: Advice) -> pd.DataFrame:
     step, scale_ups = table["step time (ms)"], table["kind"] == "scale up"
     next_size = step == step[scale_ups].max()
     kept = (scale_ups & (floor_known | next_size)) | ((table["data hosts"] > 0) & chosen & fewest)
-    kept = kept & (step < advice.measured.step_ms) | (table["instances"] == advice.recommended)
+    kept = kept & (step < job.step_ms) | (table["instances"] == advice.recommended)
     others = table[kept].sort_values("step time (ms)", ascending=False, kind="stable")
     return pd.concat([table.iloc[:1], others])
 

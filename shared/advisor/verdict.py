@@ -129,7 +129,7 @@ def _judge(
             reasons.append(f"A larger instance of the family pays: {_effect(larger, measured)}.")
             if isnan(floor):
                 reasons.append(NEXT_SIZE)
-            if not paying.empty:
+            elif not paying.empty:
                 other = _simplest(paying)
                 reasons.append(
                     "Data hosts are the alternative, but need more set-up: "
