@@ -39,10 +39,12 @@ def main(arguments: list[str] | None = None) -> None:
     add("--kept-busy-percent", type=float, help="how busy a run with data hosts kept all CPUs")
     add("--data-hosts-only", action="store_true", help="only the data hosts prepare data")
     add("--region", default="us-east-1", help="region of the prices; default: us-east-1")
-    add("--figure", metavar="FILE", help="draw the candidates to a .png or .svg file")
+    add("--figure", metavar="FILE", help="draw the candidates to a .png, .svg or .pdf file")
     add("--short", action="store_true", help="print only the verdict and three clusters")
     args = parser.parse_args(arguments)
     try:
+        if args.figure and not args.figure.endswith((".png", ".svg", ".pdf")):
+            raise ValueError(f"--figure {args.figure} must end in .png, .svg or .pdf.")
         advice = advise(_measured(args), args.region, args.data_hosts_only)
         if args.figure:
             plot(advice).savefig(args.figure, dpi=120)

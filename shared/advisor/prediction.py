@@ -8,12 +8,13 @@
 CPU work is the step time of the measured, homogeneous job times its cores, in core-ms. (On AWS,
 cores are vCPUs.) The formula is for jobs whose CPUs are the bottleneck. It assumes that the cores
 of other hosts are kept as busy as the measured ones, unless a heterogeneous run has shown how busy
-they are: cores that are 80 % busy count as 80 %. The accelerator floor is the step time without
-data, which --data-mode synthetic measures. The network is the bandwidth of the training hosts or of
-the data hosts, whichever is less; all data is assumed to cross it. Each GPU has a rank, which
-receives as much per second as benchmarks/ has measured, unless another figure is given. If the CPU
-term and the largest of the others are within KNEE_PERCENT of each other, the step time is reported
-as exact to KNEE only. There are two bounds:
+clusters with data hosts are: cores that are 80 % busy count as 80 %. The accelerator floor is the
+step time without data, which --data-mode synthetic measures. The network is the bandwidth of the
+training hosts or of the data hosts, whichever is less; all data is assumed to cross it. Each GPU
+has a rank, which receives as much per second as benchmarks/ has measured, unless another figure is
+given. If the CPU term and the largest of the others are within KNEE_PERCENT of each other, the step
+time is reported as exact to about KNEE only: of five published runs, four were off by up to 11 %,
+and one by 18 %. There are two bounds:
 
     at least: the training hosts prepare data beside the data hosts, as in the examples. CPU work
               includes the CPU time that the training itself needs.
@@ -27,7 +28,7 @@ processor with either. Different work per clock cycle is ignored. Nothing is fit
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ import pandas as pd
 from shared import prices
 
 NEAR_PERCENT = 5  # clusters that cost at most this much more are still near the frontier
-MOST_DATA_HOSTS = 8
+MOST_DATA_HOSTS = 8  # for each training instance
 RANK_GB_PER_S = 0.6  # benchmarks/README.md, loader.py: float32, one core for a rank and its workers
 # CPU time that a training host needs to receive data: the mean of uint8 and float32 images there,
 # and one tiny sample.
@@ -142,9 +143,17 @@ class Measured:
     def cpu_work(self, cores: int) -> tuple[float, float]:
         """CPU work in core-ms on instances with `cores` cores: all of it, and the part on data."""
         work = self.step_ms * self.count * cores
-        if not isnan(self.kept_busy_percent):
-            work *= self.busy_percent / self.kept_busy_percent
         return work, work * (1 - self.training_share)
+
+    def preparing_ms(self, cores: int) -> float:
+        """CPU time in core-ms for which preparing a step's data keeps CPUs busy."""
+        return self.cpu_work(cores)[1] * self.busy_percent / 100
+
+    @property
+    def idle_factor(self) -> float:
+        """How much longer CPU work takes if data hosts keep CPUs less busy; 1 if unknown."""
+        factor = self.busy_percent / self.kept_busy_percent
+        return 1.0 if isnan(factor) else factor
 
 
 def instance_types(
@@ -164,14 +173,21 @@ def instance_types(
         retired types are only there if the arguments name them.
 
     Raises:
-        ValueError: a type is unknown, or `instance_type` has no GPU or no known number of vCPUs.
+        ValueError: a type is unknown, or `instance_type` has no GPU or no known number of vCPUs, or
+            the region is empty or has no known prices of data hosts.
     """
+    if not region:
+        raise ValueError("The region is empty: give the name of one, such as us-east-1.")
     known = prices.load()
     newest = {price.instance_type: price for price in known if isnan(price.usd_per_hour)}
     for name in {price.instance_type for price in known if price.region == region}:
         newest[name] = prices.find(name, region)
+    anywhere = {price.instance_type: price for price in known}
     for name in {instance_type, *(cores or {})} - newest.keys():
-        prices.find(name, region)  # raises, and says which types are known
+        if f"ml.{name}" in anywhere:
+            raise ValueError(f"No training instance is called {name}: did you mean ml.{name}?")
+        other = anywhere.get(name) or prices.find(name)  # raises, and says which types are known
+        newest[name] = replace(other, region="", usd_per_hour=nan, as_of="")
     types = pd.DataFrame(map(asdict, newest.values())).set_index("instance_type").sort_index()
     families = types.index.str.extract(r"^ml\.([^.]+)\.", expand=False)
     types["retired"] = _read("retired.csv")["since"].reindex(families).fillna("").to_numpy()
@@ -184,6 +200,11 @@ def instance_types(
         )
     if types["vcpus"][instance_type] == 0:
         raise ValueError(f"AWS's price list does not say how many vCPUs {instance_type} has.")
+    if cores is None and not _data_hosts(types).any():
+        raise ValueError(
+            f"No prices of data hosts in {region} are known: python -m shared.costs --refresh "
+            f"{region} gets them."
+        )
     if cores is not None:
         if instance_type not in cores:
             raise ValueError(f"cores must say how many cores {instance_type} has here.")
@@ -197,6 +218,11 @@ def instance_types(
     alike = types["clock"] == types["clock"][instance_type]
     speed = (types["ghz"] / types["ghz"][instance_type]).where(alike).fillna(1.0)
     return types.assign(speed=speed.round(3))  # as printed, so that it can be recomputed
+
+
+def _data_hosts(types: pd.DataFrame) -> pd.Series:
+    """Tell which types can be proposed as data hosts: their price and vCPUs are known."""
+    return types.index.str.match(DATA_HOSTS) & types["usd_per_hour"].notna() & (types["vcpus"] > 0)
 
 
 def _read(name: str) -> pd.DataFrame:
@@ -214,7 +240,8 @@ def predict(measured: Measured, types: pd.DataFrame, data_hosts_only: bool = Fal
 
     Returns:
         One row per cluster, the measured one first. Each type of data host that has a price has
-        rows for 1, 2, ... hosts, up to MOST_DATA_HOSTS, as long as one more host is faster.
+        rows for 1, 2, ... MOST_DATA_HOSTS hosts, and as many for each training instance, as long as
+        more hosts are faster.
     """
     trainer = types.loc[measured.instance_type]
     work, _ = measured.cpu_work(trainer["cores"])
@@ -223,8 +250,7 @@ def predict(measured: Measured, types: pd.DataFrame, data_hosts_only: bool = Fal
     rows = [_row(measured, types, "measured", trainers, capacity, (step, step), 0.0)]
     family = measured.instance_type.rsplit(".", 1)[0] + "."
     larger = (types["gpus"] == trainer["gpus"]) & (types["cores"] > trainer["cores"])
-    priced = types["usd_per_hour"].notna()
-    comparable = priced | isnan(trainer["usd_per_hour"])
+    comparable = types["usd_per_hour"].notna() | isnan(trainer["usd_per_hour"])
     of_family = types.index.str.startswith(family)
     for name, kind in types[of_family & larger & comparable].iterrows():
         step = work / (measured.count * kind["cores"] * kind["speed"])
@@ -232,9 +258,11 @@ def predict(measured: Measured, types: pd.DataFrame, data_hosts_only: bool = Fal
         larger_ones = {name: measured.count}
         floor = measured.known_floor_ms
         rows.append(_row(measured, types, "scale up", larger_ones, capacity, (step, step), floor))
-    for name in types[types.index.str.match(DATA_HOSTS) & priced & (types["cores"] > 0)].index:
+    few = range(1, MOST_DATA_HOSTS + 1)
+    counts = sorted({*few, *(measured.count * count for count in few)})
+    for name in types[_data_hosts(types)].index:
         before = inf
-        for count in range(1, MOST_DATA_HOSTS + 1):
+        for count in counts:
             row = with_data_hosts(measured, types, name, count, data_hosts_only)
             if row["step time (ms)"] >= before:
                 break
@@ -267,6 +295,7 @@ def with_data_hosts(
     limit = max(measured.known_floor_ms, network, taking_in)
     data_cores = count * kind["cores"] * kind["speed"]
     cpu = work / (measured.count * trainer["cores"] + data_cores), data_work / data_cores
+    cpu = tuple(ms * measured.idle_factor for ms in cpu)
     instances = {measured.instance_type: measured.count, data_type: count}
     capacity = f"{measured.count} x {trainer['cores']}"
     capacity += f" + {count} x {kind['cores']} x {kind['speed']:.3f}"

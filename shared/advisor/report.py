@@ -68,7 +68,7 @@ class Advice:
         return with_data_hosts(self.measured, self.types, data_type, count, self.data_hosts_only)
 
     def __repr__(self) -> str:
-        """Text for a terminal: verdict, reasons, inputs, and the candidates worth a look."""
+        """Text for a terminal: verdict, reasons, inputs, and any candidates worth a look."""
         lines = [f"Verdict: {_headline(self)}"]
         for reason in self.reasons:
             lines += textwrap.wrap(reason, 110, initial_indent="  - ", subsequent_indent="    ")
@@ -77,7 +77,8 @@ class Advice:
             lines += textwrap.wrap(f"{name:18} {text}", 110, subsequent_indent=19 * " ")
         for table in _tables(self):
             lines += ["", *_columns(table)]
-        return "\n".join([*lines, "", *_notes(self)])
+        notes = _notes(self)
+        return "\n".join([*lines, "", *notes] if notes else lines)
 
     def _repr_html_(self) -> str:
         """HTML for a notebook: the verdict, with the rest folded below it."""
@@ -113,8 +114,13 @@ def _headline(advice: Advice) -> str:
     return ": ".join(filter(None, [advice.verdict, advice.recommended]))
 
 
-def _tables(advice: Advice) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return a table of the clusters worth a look, after one of the instance types in it."""
+def _tables(advice: Advice) -> tuple[pd.DataFrame, ...]:
+    """Return a table of the clusters worth a look, after one of the instance types in it.
+
+    There are none if the verdict is that other instances would not help.
+    """
+    if advice.verdict in (STAY, ELSEWHERE):
+        return ()
     table = worth_a_look(advice)
     named = {name for cell in table["instances"] for name in cell.split() if "." in name}
     types = advice.types.loc[sorted(named)]
@@ -130,6 +136,9 @@ def _tables(advice: Advice) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def _notes(advice: Advice) -> list[str]:
+    """Explain the tables, if there are any."""
+    if advice.verdict in (STAY, ELSEWHERE):
+        return []
     hidden = len(advice.candidates) - len(worth_a_look(advice))
     types = advice.types[advice.types["usd_per_hour"].isna()]
     hosts = types.index[types.index.str.match(DATA_HOSTS)]
@@ -144,41 +153,51 @@ def _notes(advice: Advice) -> list[str]:
         f'frontier: none that is as fast is cheaper ("near": by {NEAR_PERCENT} % at most). '
         f"{hidden} of {len(advice.candidates)} are not shown.",
         f"knee: CPUs and another limit are within {KNEE_PERCENT} %: the step time is exact to "
-        f"{KNEE}, as published runs show.",
+        f"about {KNEE}; of five published runs, one was 18 % off.",
         *([lacks] if families else []),
     ]
 
 
 def shortlist(advice: Advice) -> str:
-    """Write the verdict and, for a CPU-bound job, three clusters, the recommended one first."""
-    lines = [f"advice        {_headline(advice)}"]
-    if advice.verdict not in (STAY, ELSEWHERE):
-        others = worth_a_look(advice).iloc[1:].copy()  # without the measured cluster
-        named = advice.measured.instance_type
-        others["other"] = others["instances"] != advice.recommended
-        for _, row in others.sort_values(["other", "USD per 1,000 steps"]).head(3).iterrows():
+    """Write the verdict and, if other clusters pay, three of them, the recommended one first."""
+    lines, named = [f"advice        {_headline(advice)}"], advice.measured.instance_type
+    if advice.types["retired"][named]:
+        lines.append(advice.reasons[-1])
+    elif advice.verdict in (SCALE_UP, GO):
+        others = worth_a_look(advice).iloc[1:]  # without the measured cluster
+        others = others[~(others["improvement (%)"] <= 0)]  # nan is unknown
+        others = others.assign(other=others["instances"] != advice.recommended)
+        by = ["other", "USD per 1,000 steps", "step time (ms)"]
+        for _, row in others.sort_values(by).head(3).iterrows():
             cost = f"USD {row['USD per 1,000 steps']:,.4f} per 1,000 steps, {saving(row)}"
             if isnan(row["improvement (%)"]):
                 cost = f"its cost is unknown without a price of {named}"
             lines.append(f"{row['instances']}: {step_time(row)}, {cost}")
+        if isnan(advice.measured.floor_ms):
+            lines.append("These times may be too low: measure a step without data first.")
     return "\n              ".join(lines)
 
 
 def worth_a_look(advice: Advice) -> pd.DataFrame:
-    """Choose the candidates to show: the measured cluster, scale-ups, and the clusters with data
-    hosts on or near the frontier. Without a floor or price there is no frontier: then those with
-    one data host. Of candidates with equal step time and cost, it takes the fewest data hosts.
+    """Choose the candidates to show: the measured cluster, the recommended one, and faster ones:
+    scale-ups (without a floor, the next larger size), and those with data hosts on or near the
+    frontier. Without a floor or price there is no frontier: then those with one data host for each
+    training instance. Of candidates with equal step time and cost, it takes the fewest data hosts.
     """
-    table, floor_known = advice.candidates, not isnan(advice.measured.floor_ms)
-    has_frontier = floor_known and not isnan(advice.candidates["USD per hour"][0])
-    chosen = table["frontier"] != "" if has_frontier else table["data hosts"] == 1
+    job, table = advice.measured, advice.candidates
+    floor_known = not isnan(job.floor_ms)
+    has_frontier = floor_known and not isnan(table["USD per hour"][0])
+    chosen = table["frontier"] != "" if has_frontier else table["data hosts"] == job.count
     alike = table[["step time (ms)", "USD per 1,000 steps"]].round(6)
     fewest = ~alike.assign(n=table["data hosts"]).sort_values("n", kind="stable").duplicated(
         ["step time (ms)", "USD per 1,000 steps"]
     )
-    kept = table[(table["kind"] != "heterogeneous") | (chosen & fewest)]
-    others = kept.iloc[1:].sort_values("step time (ms)", ascending=False, kind="stable")
-    return pd.concat([kept.iloc[:1], others])
+    step, scale_ups = table["step time (ms)"], table["kind"] == "scale up"
+    next_size = step == step[scale_ups].max()
+    kept = (scale_ups & (floor_known | next_size)) | ((table["data hosts"] > 0) & chosen & fewest)
+    kept = kept & (step < job.step_ms) | (table["instances"] == advice.recommended)
+    others = table[kept].sort_values("step time (ms)", ascending=False, kind="stable")
+    return pd.concat([table.iloc[:1], others])
 
 
 def _printed(table: pd.DataFrame) -> pd.DataFrame:
@@ -224,8 +243,8 @@ def plot(advice: Advice, note: str = "", runs: dict[str, Any] | None = None) -> 
 
     if isnan(advice.candidates["USD per hour"][0]):
         raise ValueError(
-            f"No price of {advice.measured.instance_type} is known, so there are no costs to draw: "
-            "python -m shared.costs --refresh REGION gets it from AWS."
+            f"No price of {advice.measured.instance_type} is known here, so there are no costs to "
+            "draw: python -m shared.costs --refresh REGION gets it from AWS."
         )
     x, y = "step time (ms)", "USD per 1,000 steps"
     table = advice.candidates
@@ -236,10 +255,11 @@ def plot(advice: Advice, note: str = "", runs: dict[str, Any] | None = None) -> 
     axes.scatter(best[x], best[y], s=250, color=COLOURS[2], alpha=0.3, lw=0)
     if not isnan(advice.measured.floor_ms):
         axes.axvline(advice.measured.floor_ms, color="0.35", ls="--", label="accelerator floor")
-    looks = {"measured": ("s", 70, COLOURS[1]), "scale up": ("^", 90, COLOURS[3])}
+    looks = {"measured": ("s", 70, COLOURS[1], 3), "scale up": ("^", 90, COLOURS[3], 4)}
     for kind, points in table.groupby("kind", sort=False):
-        marker, size, colour = looks.get(kind, ("o", 25, COLOURS[0]))
-        axes.scatter(points[x], points[y], s=size, c=colour, marker=marker, label=kind, zorder=3)
+        marker, size, colour, layer = looks.get(kind, ("o", 25, COLOURS[0], 3))
+        look = {"s": size, "c": colour, "marker": marker, "zorder": layer}
+        axes.scatter(points[x], points[y], label=kind, **look)
     if runs:
         looks = {"s": 180, "facecolors": "none", "edgecolors": "0.2", "lw": 1.5, "zorder": 4}
         axes.scatter(runs[x], runs[y], label="runs below", **looks)

@@ -36,8 +36,10 @@ def from_numbers(numbers: Mapping[str, Any]) -> Measured:
     """
     try:
         floor, note = _floor(numbers["step_ms"], numbers["accelerator_ms"])
-        source = numbers.get("source", "") + note
-        return Measured(**{**numbers, "accelerator_ms": floor, "source": source})
+        new = {"accelerator_ms": floor, "source": numbers.get("source", "") + note}
+        for name in {"cpu_percent", "training_cpu_percent"} & numbers.keys():
+            new[name] = min(numbers[name], 100.0)  # older copies of measured.py did not clip it
+        return Measured(**{**numbers, **new})
     except (KeyError, TypeError):
         raise ValueError(f"measured.py does not print such numbers: {dict(numbers)}.") from None
 

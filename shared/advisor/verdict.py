@@ -3,9 +3,10 @@
 AWS published it with the first edition of these examples: if the CPUs are not the bottleneck,
 change nothing; otherwise take an instance of the same family with more vCPUs per GPU, if there is
 one; otherwise add CPU instances; and consider preprocessing on the GPU (NVIDIA DALI). We added two
-questions. Are CPU instances more than NEAR_PERCENT cheaper than the larger instance? Then the
-answer is CPU instances. Does receiving the data cost more CPU time than preparing it? Then it is
-not. The numbers come from prediction.py.
+questions. Are CPU instances more than NEAR_PERCENT cheaper than the larger instance, even if only
+they prepare data? Then the answer is CPU instances. Does receiving the data cost more CPU time than
+preparing it? Then it is not. CPU instances need set-up, so they pay if they save more than
+NEAR_PERCENT. The numbers come from prediction.py.
 """
 
 from collections.abc import Mapping
@@ -32,9 +33,13 @@ from shared.advisor.report import (
     saving,
     step_time,
 )
-from shared.measured import CPU_BOUND_PERCENT, WORTH_PERCENT
+from shared.measured import CPU_BOUND_PERCENT, WORTH_PERCENT, rounded
 
 HOW_MANY = "How many data hosts you need is not known without the accelerator floor."
+NEXT_SIZE = (
+    "It is the next larger size: whether a still larger one would help is not known without the "
+    "accelerator floor."
+)
 
 
 def advise(
@@ -53,13 +58,14 @@ def advise(
             `prediction.instance_types`.
 
     Raises:
-        ValueError: the instance type is unknown, or it has no GPU or no known number of vCPUs.
+        ValueError: the instance type is unknown, or it has no GPU or no known number of vCPUs, or
+            no prices of data hosts are known in the region.
     """
     types = instance_types(measured.instance_type, region, cores)
     table = predict(measured, types, data_hosts_only)
     inputs = _inputs(measured, types.loc[measured.instance_type])
     inputs["prices"] = f"SageMaker training on demand in {region}"
-    verdict, recommended, reasons = _judge(measured, types, table)
+    verdict, recommended, reasons = _judge(measured, types, table, region)
     if retired := types["retired"][measured.instance_type]:
         recommended = ""
         reasons.append(
@@ -70,61 +76,70 @@ def advise(
 
 
 def _judge(
-    measured: Measured, types: pd.DataFrame, table: pd.DataFrame
+    measured: Measured, types: pd.DataFrame, table: pd.DataFrame, region: str
 ) -> tuple[str, str, list[str]]:
     """Go through the flowchart; return the verdict, the recommended instances, and the reasons."""
     floor, reasons = measured.floor_ms, [f"{measured.source}."] if measured.source else []
     costs = 100 * (1 - floor / measured.step_ms)
     if isnan(floor):
         reasons.append(
-            "How long the accelerators need for a step is not known, so the step times below are "
-            "too low if there are many data hosts: measure it with --data-mode synthetic."
+            "How long the accelerators need for a step is not known, so predicted step times may "
+            "be too low: measure a step without data first, with --data-mode synthetic."
         )
     else:
         reasons.append(
             f"Without data a step takes {floor:,.1f} ms instead of {measured.step_ms:,.1f}: data "
-            f"costs {costs:.0f} % of it."
+            f"costs {rounded(costs, WORTH_PERCENT)} % of it."
         )
     if costs < WORTH_PERCENT:
         return STAY, "", [*reasons, "Not CPU-bound: there is little to gain."]
+    busy = rounded(measured.cpu_percent, CPU_BOUND_PERCENT)
     if measured.cpu_percent < CPU_BOUND_PERCENT:
         reasons.append(
-            f"The CPUs are only {measured.cpu_percent:.0f} % busy, so they are not the bottleneck: "
+            f"The CPUs are only {busy} % busy, so they are not the bottleneck: "
             "check the number of data workers, the storage and the network before you add CPUs."
         )
         return ELSEWHERE, "", reasons
     known = "assumed, because CPU use is not known"
     if not isnan(measured.cpu_percent):
-        known = f"the CPUs are {measured.cpu_percent:.0f} % busy"
+        known = f"the CPUs are {busy} % busy"
     reasons.append(f"CPU-bound ({known}): more vCPUs for each GPU make it faster.")
 
     scale_ups = table[table["kind"] == "scale up"]
     heterogeneous = table[table["kind"] == "heterogeneous"]
     trainer = types.loc[measured.instance_type]
-    _, preparing = measured.cpu_work(trainer["cores"])
+    preparing = measured.preparing_ms(trainer["cores"])
     receiving = measured.receiving_ms(trainer["gpus"])
     if receiving < preparing and isnan(trainer["usd_per_hour"]):
-        verdict, more = _without_price(measured, types, scale_ups, heterogeneous)
-        return verdict, "", [*reasons, *more]
-    cost = heterogeneous["USD per 1,000 steps"]
-    pays = heterogeneous["improvement (%)"].max() > 0 and receiving < preparing
+        verdict, best, more = _without_price(measured, types, scale_ups, heterogeneous, region)
+        return verdict, best, [*reasons, *more]
+    saved = heterogeneous["improvement (%)"]
+    paying = heterogeneous[(saved > NEAR_PERCENT) & (receiving < preparing)]
     if scale_ups.empty:
         family = measured.instance_type.split(".")[1]
         reasons.append(
             f"None of the types compared is a {family} with as many GPUs and more vCPUs."
         )
     else:
-        best = scale_ups.sort_values("USD per 1,000 steps").iloc[0]
-        works = best["improvement (%)"] > 0
-        if works and not (pays and _is_cheaper(_simplest(heterogeneous, cost), best, floor)):
-            reasons.append(f"A larger instance of the family pays: {_effect(best, measured)}.")
-            if pays:
-                other = _effect(_simplest(heterogeneous, cost), measured)
-                reasons.append(f"Data hosts are the alternative, but need more set-up: {other}.")
-            return SCALE_UP, best["instances"], reasons
-        if_known = "might pay" if isnan(best["improvement (%)"]) else "does not pay"
-        if_known = "pays, but less than data hosts" if works else if_known
-        reasons.append(f"A larger instance {if_known}: {_effect(best, measured)}.")
+        by = "USD per hour" if isnan(floor) else "USD per 1,000 steps"  # the next larger size first
+        larger = scale_ups.sort_values(by).iloc[0]
+        works = larger["improvement (%)"] > 0
+        cheaper = _cheaper(paying, larger, floor)
+        if works and cheaper.empty:
+            reasons.append(f"A larger instance of the family pays: {_effect(larger, measured)}.")
+            if isnan(floor):
+                reasons.append(NEXT_SIZE)
+            elif not paying.empty:
+                other = _simplest(paying)
+                reasons.append(
+                    "Data hosts are the alternative, but need more set-up: "
+                    f"{_effect(other, measured)}; at most {other['at most (ms)']:,.1f} ms a step."
+                )
+            return SCALE_UP, larger["instances"], reasons
+        if_known = "might pay" if isnan(larger["improvement (%)"]) else "does not pay"
+        if works:
+            paying, if_known = cheaper, "pays, but less than data hosts"
+        reasons.append(f"A larger instance {if_known}: {_effect(larger, measured)}.")
     if receiving >= preparing:
         reasons.append(
             f"Data hosts make it slower: receiving the data of a step takes {receiving:,.1f} ms "
@@ -133,22 +148,24 @@ def _judge(
             f"preparing it takes {preparing:,.1f} ms."
         )
         return STAY, "", reasons
-    if not pays:
-        if heterogeneous["step time (ms)"].min() <= measured.taking_in_ms(trainer["gpus"]):
-            reasons.append(
-                "The limit is how much data the ranks can receive: use more workers for each "
-                "DataLoader, or uint8 instead of float32. If yours receive more than "
-                f"{measured.rank_gb_per_s:g} GB/s, give --rank-gb-per-s."
+    if paying.empty:
+        reasons += _intake(measured, trainer["gpus"], heterogeneous["step time (ms)"].min())
+        why = "No data hosts make it cheaper."
+        if saved.max() > 0:
+            why = (
+                f"Data hosts would save at most {saved.max():.1f} %, which is not worth their "
+                "set-up."
             )
         reasons.append(
-            "No data hosts make it cheaper. Preprocess on the GPU (NVIDIA DALI) instead, if it has "
-            "your operations: that needs no other instances."
+            f"{why} Preprocess on the GPU (NVIDIA DALI) instead, if it has your operations: that "
+            "needs no other instances."
         )
         return ON_GPU, "", reasons
     if isnan(floor):
         return GO, "", [*reasons, f"Data hosts pay. {HOW_MANY}"]
-    best, now = _simplest(heterogeneous, cost), table["USD per hour"][0]
+    best, now = _simplest(paying), table["USD per hour"][0]
     reasons.append(f"Data hosts pay: {_effect(best, measured)}.")
+    reasons += _intake(measured, trainer["gpus"], best["step time (ms)"])
     break_even = best["USD per hour"] / now * best["step time (ms)"] - floor
     reasons.append(
         "Preprocessing on the GPU (NVIDIA DALI) would be cheaper still if it took less than "
@@ -163,46 +180,62 @@ def _without_price(
     types: pd.DataFrame,
     scale_ups: pd.DataFrame,
     heterogeneous: pd.DataFrame,
-) -> tuple[str, list[str]]:
+    region: str,
+) -> tuple[str, str, list[str]]:
     """Say above which price of the training instance data hosts pay, when its price is unknown."""
     lacks = (
-        f"No price of {measured.instance_type} is known, so the costs are not known either: "
-        "python -m shared.costs --refresh REGION gets the price from AWS."
+        f"No price of {measured.instance_type} in {region} is known, so the costs are not known "
+        f"either: python -m shared.costs --refresh {region} gets the price from AWS."
     )
     if not scale_ups.empty:
         larger = ", ".join(scale_ups["instances"])
         lacks += f" If its price allows, try a larger instance of the family first: {larger}."
     if isnan(measured.floor_ms):
-        return GO, [lacks, HOW_MANY]
+        return GO, "", [lacks, HOW_MANY]
     step = heterogeneous["step time (ms)"]
     fastest = heterogeneous[step <= step.min() * (1 + NEAR_PERCENT / 100)]
     names = fastest["instances"].str.split(" x ").str[-1]
     hosts = fastest["data hosts"] * types["usd_per_hour"].loc[names].to_numpy()
-    best = _simplest(fastest, hosts)
+    best = _simplest(fastest.assign(**{"USD per 1,000 steps": hosts}))
+    hint = _intake(measured, types["gpus"][measured.instance_type], best["step time (ms)"])
     saved = measured.step_ms / best["step time (ms)"] - 1
     if saved <= 0:
-        return ON_GPU, [lacks, "No data hosts make it faster."]
+        return ON_GPU, "", [lacks, *hint, "No data hosts make it faster."]
     enough = hosts[best.name] / saved / measured.count
     pays = (
         f"{_effect(best, measured)}, pays if one {measured.instance_type} costs more than USD "
         f"{enough:,.2f} an hour."
     )
-    return GO, [lacks, pays]
+    return GO, best["instances"], [lacks, pays, *hint]
 
 
-def _is_cheaper(data_hosts: pd.Series, larger: pd.Series, floor: float) -> bool:
-    """Whether data hosts are enough cheaper than a larger instance to be worth their set-up.
+def _cheaper(paying: pd.DataFrame, larger: pd.Series, floor: float) -> pd.DataFrame:
+    """Choose those enough cheaper than a larger instance, even if only data hosts prepare data.
 
     Without the accelerator floor, only the most that they could save is known: that is no reason.
     """
-    most = larger["USD per 1,000 steps"] * (1 - NEAR_PERCENT / 100)
-    return not isnan(floor) and data_hosts["USD per 1,000 steps"] < most
+    cost = paying["USD per hour"] / 3600 * paying["at most (ms)"]
+    enough = cost < larger["USD per 1,000 steps"] * (1 - NEAR_PERCENT / 100)
+    return paying[enough & (not isnan(floor))]
 
 
-def _simplest(candidates: pd.DataFrame, cost: pd.Series) -> pd.Series:
+def _simplest(candidates: pd.DataFrame) -> pd.Series:
     """Pick the candidate with the fewest data hosts among those about as cheap as the cheapest."""
-    cheap = candidates.assign(cost=cost)[cost <= cost.min() * (1 + NEAR_PERCENT / 100)]
-    return cheap.sort_values(["data hosts", "cost"]).iloc[0]
+    cost = candidates["USD per 1,000 steps"]
+    cheap = candidates[cost <= cost.min() * (1 + NEAR_PERCENT / 100)]
+    return cheap.sort_values(["data hosts", cost.name]).iloc[0]
+
+
+def _intake(measured: Measured, gpus: int, step_ms: float) -> list[str]:
+    """Say what to do if how much the ranks can receive is what limits a predicted step time."""
+    taking_in = measured.taking_in_ms(gpus)
+    if taking_in <= measured.known_floor_ms or step_ms > taking_in * (1 + NEAR_PERCENT / 100):
+        return []
+    return [
+        "The limit is how much data the ranks can receive: use more workers for each DataLoader, "
+        "or uint8 instead of float32. If yours receive more than "
+        f"{measured.rank_gb_per_s:g} GB/s, give --rank-gb-per-s."
+    ]
 
 
 def _effect(row: pd.Series, measured: Measured) -> str:
@@ -233,8 +266,10 @@ def _inputs(measured: Measured, trainer: pd.Series) -> dict[str, str]:
     }
     cpu = measured.busy_percent
     if not isnan(measured.kept_busy_percent):
-        kept = f" x {cpu:g} % / {measured.kept_busy_percent:g} %"
-        inputs["CPU work"] += f"{kept}, how busy the CPUs were without and with data hosts"
+        inputs["with data hosts"] = (
+            f"CPU work x {cpu:g} % / {measured.kept_busy_percent:g} %, how busy the CPUs were "
+            "without and with data hosts"
+        )
     if measured.training_share:
         inputs["on data only"] = (
             f"{data_work:,.0f} core-ms = {work:,.0f} core-ms x (1 - {measured.accelerator_ms:,.1f} "

@@ -200,7 +200,7 @@ def test_data_hosts_come_first_where_they_are_cheaper_than_a_larger_instance(fam
         ({"cpu_percent": 40}, verdict.ELSEWHERE, "only 40 % busy"),
         ({"cpu_percent": 97}, verdict.GO, "the CPUs are 97 % busy"),
         ({}, verdict.GO, "CPU use is not known"),
-        ({"accelerator_ms": math.nan}, verdict.GO, "so the step times below are too low"),
+        ({"accelerator_ms": math.nan}, verdict.GO, "so predicted step times may be too low"),
         ({"mb_per_step": 9000}, verdict.ON_GPU, "No data hosts make it cheaper"),
         ({"instance_type": "ml.trn1.32xlarge"}, verdict.GO, "1 x ml.trn1.32xlarge + "),
     ],
@@ -315,8 +315,8 @@ def test_types_without_a_price_are_advised_on_as_far_as_that_goes():
     unpriced = replace(P4D, instance_type="ml.p5en.48xlarge")
     text = repr(advisor.advise(unpriced))
     words = " ".join(text.split())
-    assert text.startswith("Verdict: go heterogeneous\n")
-    assert "No price of ml.p5en.48xlarge is known, so the costs are not known either" in words
+    assert text.startswith("Verdict: go heterogeneous: 1 x ml.p5en.48xlarge + ")
+    assert "No price of ml.p5en.48xlarge in us-east-1 is known, so the costs are not known" in words
     name, step, usd = re.search(
         r"- 1 x ml.p5en.48xlarge \+ (\d x \S+), ([\d.]+) ms a step .*?, pays if one "
         r"ml.p5en.48xlarge costs more than USD ([\d.]+) an hour",

@@ -51,10 +51,16 @@ def refusal(capsys, arguments: str) -> str:
         (P4D + " --kept-busy-percent 800", "kept_busy_percent is 800, but must be from 0 to 100"),
         (
             "--instance ml.p5en.48xlarge --step-ms 192 --figure any.png",
-            "No price of ml.p5en.48xlarge is known, so there are no costs to draw",
+            "No price of ml.p5en.48xlarge is known here, so there are no costs to draw",
         ),
         (P4D + " --count 0", "count is 0, but must be a positive number"),
-        (P4D + " --region eu-west-9", "No price of ml.p4d.24xlarge in region 'eu-west-9'"),
+        (
+            P4D + " --region eu-west-9",
+            "No prices of data hosts in eu-west-9 are known: .*refresh eu-w",
+        ),
+        (P4D + " --region=", "The region is empty"),
+        (P4D + " --figure any.jpg", "any.jpg must end in .png, .svg or .pdf"),
+        ("--instance g5.xlarge --step-ms 9", r"did you mean ml.g5.xlarge\?"),
         (P4D + " --synthetic-job any", "--step-ms cannot be combined with --synthetic-job"),
         (P4D + " --job any", "--job cannot be combined with --accelerator-ms, --instance"),
         ("--job any --accelerator-ms 80", "--job cannot be combined with --accelerator-ms"),

@@ -39,6 +39,22 @@ def test_prints_what_follows_and_three_clusters(clock, capsys, monkeypatch):
     assert len(lines) == 12 and all("USD" in line for line in lines[7:10])
 
 
+def test_rounding_does_not_contradict_the_verdict(clock, capsys, monkeypatch):
+    monkeypatch.setattr(module, "_sample", lambda _: (clock.now, 79.9 * clock.now, 100 * clock.now))
+    for seconds, said in (0.011, "data costs    9.9 % of a step"), (0.3, "CPUs busy     79.9 %"):
+        train(clock, measured(SimulatedLoader(clock, 0, seconds=seconds), 72), 0.1)
+        printed = capsys.readouterr().out
+        assert said in printed and "verdict       not CPU-bound" in printed
+
+
+def test_a_container_that_uses_more_than_its_limit_for_a_moment_is_100_percent_busy(
+    clock, capsys, monkeypatch
+):
+    monkeypatch.setattr(module, "_sample", lambda _: (clock.now, 101 * clock.now, 100 * clock.now))
+    train(clock, measured(SimulatedLoader(clock, 0, seconds=0.3), 72), 0.1)
+    assert "CPUs busy     100 %, without data 100 %" in capsys.readouterr().out
+
+
 PROGRAM = """
 from measured import measured
 for _ in measured(range(72), buffer=0, instance_type="ml.p4d.24xlarge"): pass

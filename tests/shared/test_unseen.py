@@ -23,6 +23,16 @@ CACHEW = {
     1: {1: 1735, 2: 873, 3: 647, 4: 550, 5: 510, 6: 500, 8: 495},
     2: {1: 1437, 2: 697, 3: 430, 4: 388, 5: 392, 6: 391},
 }
+# What cedar's own hosts reach, in samples/s: one alone, and with the data host.
+CEDAR = {
+    "CV-torch": (338.953, 851.912),
+    "CV-tf": (438.441, 965.141),
+    "NLP-hf-tf": (1205.013, 2408.033),
+    "NLP-torch": (2960.273, 4764.476),
+    "SSD-torch": (58.361, 92.272),
+    "SSD-tf": (162.141, 158.623),
+    "NLP-tf": (5695.572, 5563.386),
+}
 RAY_IMAGES = {0: 753, 1: 1233, 5: 1711, 10: 1764}  # per s, by data hosts; the last is the limit
 
 
@@ -95,7 +105,8 @@ def runs() -> Iterator[Run]:
         alone = Measured("ml.g5.xlarge", 1000 * epochs[1], accelerator_ms=floor)
         for hosts in range(2, 7):
             name, seconds = f"Cachew, run {number}", epochs[hosts]
-            yield Run(name, alone, cores, hosts, seconds, "s", "no: ±10 %", only=True)
+            unseen = "no: gives the floor" if seconds == min(epochs.values()) else "no: ±10 %"
+            yield Run(name, alone, cores, hosts, seconds, "s", unseen, only=True)
     cores = {"ml.g4dn.12xlarge": 48, "ml.m5.4xlarge": 16}  # r6i.4xlarge has 16 too
     clocks = clock("r6i.4xlarge") / clock("g4dn.12xlarge")
     samples = 4 * 4 * 32  # a batch for each GPU
@@ -131,14 +142,31 @@ def test_the_table_is_what_the_advisor_says():
     assert lines == [run.line() for run in runs()]
 
 
+def test_cedar_s_other_pipelines_gain_less_than_predicted():
+    """The table's row, ASR, is the one that cedar itself speeds up most."""
+    cores, gains, errors = {"ml.g5.xlarge": 8, "ml.c5.18xlarge": 32}, [], []
+    for before, after in CEDAR.values():
+        alone = Measured("ml.g5.xlarge", step_ms(before, "/s"))
+        run = Run("cedar", alone, cores, 1, after, "/s", "yes")
+        row, _ = run.predicts()
+        assert alone.step_ms / row["step time (ms)"] == pytest.approx(5)
+        gains.append(after / before)
+        errors.append(run.error(row))
+    said = (
+        f"{min(gains):.2f} to {max(gains):.1f} times as fast, not 5 times, and the predicted step "
+        f"times are {-max(errors):.0f} to {-min(errors):.0f} % too short"
+    )
+    assert said in " ".join((ROOT / "docs" / "when.md").read_text().split())
+
+
 def test_the_knee_is_where_the_formula_is_off():
-    """In Cachew's curves it is 11 % off there, and less than 4 % elsewhere."""
+    """It is up to 11 % off in four of five rows, and less than 4 % elsewhere in Cachew's curves."""
     errors = {KNEE: [], "": []}
     for run in runs():
-        if run.name.startswith("Cachew"):
-            row, _ = run.predicts()
-            errors[row["knee"]].append(abs(run.error(row)))
-    assert 10 < max(errors[KNEE]) < 12 and max(errors[""]) < 4
+        row, _ = run.predicts()
+        if row["knee"] or run.name.startswith("Cachew"):
+            errors[row["knee"]].append(round(abs(run.error(row))))
+    assert sorted(errors[KNEE]) == [0, 10, 11, 11, 18] and max(errors[""]) < 4
 
 
 def test_what_a_rank_takes_in_and_receives_is_what_was_measured():
@@ -202,4 +230,4 @@ def test_what_is_80_percent_busy_counts_as_80_percent():
     step = advice.predict("ml.c5.18xlarge", 2)["step time (ms)"]
     assert step == pytest.approx(192 * 96 / (96 + 2 * 72) / 0.8)
     assert 100 * (step / 86 - 1) == pytest.approx(11.6, abs=0.05)
-    assert advice.inputs["CPU work"].startswith("23,040 core-ms = 192.0 ms x 1 x 96 cores x 100 %")
+    assert advice.inputs["with data hosts"].startswith("CPU work x 100 % / 80 %, how busy")
