@@ -4,18 +4,20 @@
 
 This works in loops over a DataLoader or a tf.data.Dataset; for Keras, use `measured_fit`. Copy this
 file: it needs only the standard library. A run alternates between K steps with real batches and K
-with a repeated one. It prints both step times, how busy the CPUs were, what follows, a line of JSON
-for `python -m shared.advisor --log FILE` and `--job NAME`, and, with this repository on PYTHONPATH,
-which clusters would be better. Do not use the trained model.
+steps with one repeated batch. It prints both step times, how busy the CPUs were, what follows from
+that, and a line of JSON, which `python -m shared.advisor --log FILE` and `--job NAME` read. If this
+repository is on PYTHONPATH, it also prints which clusters would be better.
 
-While a batch is repeated, the loader fills its buffers, so before real steps, what they can hold is
-dropped. Nobody can say what a tf.data.Dataset holds: an AUTOTUNE buffer doubles whenever it has
-been full and then empty. Its buffered batches arrive at once, so what arrives within the time of a
-few real steps is dropped. Filling buffers takes CPU time, so repeated steps are timed once they are
-full. All ranks must switch at the same step, so steps are counted, not timed.
+While a batch is repeated, the loader fills its buffers, and real steps after that would not wait.
+So before real steps, as many batches as the buffers can hold are dropped. Nobody can say how many a
+tf.data.Dataset holds: an AUTOTUNE buffer doubles whenever it has been full and then empty. Its
+buffered batches arrive at once, so whatever arrives within the time of a few real steps is dropped.
+Filling buffers takes CPU time, so repeated steps are timed only once the buffers are full. All
+ranks must switch at the same step, so steps are counted, not timed. Do not use the trained model.
 
-CPU use (known only on Linux) is that of all programs, in percent of the vCPUs that the process may
-use, or its container's in percent of a lower limit: then pass an instance_type with as many vCPUs.
+CPU use is a percentage of the vCPUs that the process may use, whichever program uses them. In a
+container with a lower limit (cpu.max of cgroups), it is the percentage of that limit that the
+container uses; then pass a type with that many vCPUs as instance_type. It is known only on Linux.
 """
 
 import atexit
@@ -38,7 +40,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-MIN_CYCLES, MOST_CYCLES = 3, 5  # most: for a Dataset, whose AUTOTUNE buffers may double in each
+MIN_CYCLES = 3
+MOST_CYCLES = 5  # for a tf.data.Dataset, whose AUTOTUNE buffers may double in each cycle
 WORTH_PERCENT = 10  # if data costs a smaller share of a step, there is little to gain
 CPU_BOUND_PERCENT = 80  # if the CPUs are less busy than this, something else is the bottleneck
 ADVICE_SECONDS = 60  # timeout for the advisor, so that the program always ends
@@ -145,7 +148,8 @@ class MeasuredLoop:
                 deque(ready, maxlen=0)  # drop what the loader has ready
             else:
                 source, stretches = map(_fresh, cycle(list(islice(batches, 1)))), self.repeated
-                # A batch takes at most a real step's time, so this pause fills the buffers.
+                # The loader needs at most a real step's time for a batch, so this pause fills its
+                # buffers. No rank takes a step meanwhile.
                 holds = self.stretch if self.buffer is None else self.buffer
                 time.sleep(holds * self.seconds)
             yield from self._steps(source, self.settling)
@@ -228,12 +232,13 @@ def measured_fit(
         model.fit(batches, callbacks=[*callbacks, clock], **(settings | length))
         return [*pairwise(samples)]
 
-    once = {"epochs": 1, "steps_per_epoch": last}
     if hasattr(dataset, "cardinality"):
-        real, first = timed(dataset.repeat(), **once), dataset.take(1).cache().repeat()
+        real = timed(dataset.repeat(), epochs=1, steps_per_epoch=last)
+        repeated = timed(dataset.take(1).cache().repeat(), epochs=1, steps_per_epoch=last)
     else:
-        real, first = timed(dataset, epochs=last), (batch for batch in cycle([dataset[0]]))
-    _report(real, timed(first, **once), stretch, instance_type)
+        real = timed(dataset, epochs=last)
+        repeated = timed((first for first in cycle([dataset[0]])), epochs=1, steps_per_epoch=last)
+    _report(real, repeated, stretch, instance_type)
 
 
 def _fresh(batch: Any) -> Any:
@@ -300,11 +305,11 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
     floor_ms, floor_spread, training_cpu = _summary(repeated, steps)
     costs = max(0.0, 100 * (1 - floor_ms / step_ms))
     verdict = "CPU-bound: more vCPUs for each GPU make it faster"
-    if costs < WORTH_PERCENT:
+    if round(costs) < WORTH_PERCENT:  # as it is printed
         verdict = "not CPU-bound: there is little to gain"
-    elif cpu < CPU_BOUND_PERCENT:
+    elif round(cpu, 0) < CPU_BOUND_PERCENT:
         verdict = "not CPU-bound: check the number of data workers, the storage and the network"
-    use = f"{rounded(cpu, CPU_BOUND_PERCENT)} %, without data {training_cpu:.0f} %"
+    use = f"{cpu:.0f} %, without data {training_cpu:.0f} %"
     use = "not known" if isnan(cpu + training_cpu) else use
     known_type, count, machine = _machine()
     if limit := _limit():  # the instance has more
@@ -322,8 +327,8 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
     line = json.dumps({"measured": {k: v for k, v in numbers.items() if v != "" and v == v}})  # nan
     print(
         f"step time     {step_ms:.1f} ms ({spread})\nwithout data  {floor_ms:.1f} ms "
-        f"({floor_spread})\ndata costs    {rounded(costs, WORTH_PERCENT)} % of a step\nCPUs busy "
-        f"    {use}, on {machine}\nverdict       {verdict}\n{_clusters(line)}\n{NOTICE}\n{line}",
+        f"({floor_spread})\ndata costs    {costs:.0f} % of a step\nCPUs busy     {use}, on "
+        f"{machine}\nverdict       {verdict}\n{_clusters(line)}\n{NOTICE}\n{line}",
         flush=True,
     )
 
@@ -334,11 +339,6 @@ def _summary(stretches: list, steps: int) -> tuple[float, str, float]:
     busy, ticks = (sum(end[i] - start[i] for start, end in stretches) for i in (1, 2))
     percent = min(100.0, 100 * busy / ticks) if ticks else nan  # a limit holds on average only
     return median(times), f"{min(times):.1f} to {max(times):.1f} ms", percent
-
-
-def rounded(value: float, threshold: float) -> str:
-    """Round to a whole number, or to the first decimal that shows that it is below threshold."""
-    return next(t for n in range(20) if not float(t := f"{value:.{n}f}") >= threshold > value)
 
 
 def _clusters(line: str) -> str:

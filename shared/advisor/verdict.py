@@ -33,7 +33,7 @@ from shared.advisor.report import (
     saving,
     step_time,
 )
-from shared.measured import CPU_BOUND_PERCENT, WORTH_PERCENT, rounded
+from shared.measured import CPU_BOUND_PERCENT, WORTH_PERCENT
 
 HOW_MANY = "How many data hosts you need is not known without the accelerator floor."
 NEXT_SIZE = (
@@ -80,7 +80,8 @@ def _judge(
 ) -> tuple[str, str, list[str]]:
     """Go through the flowchart; return the verdict, the recommended instances, and the reasons."""
     floor, reasons = measured.floor_ms, [f"{measured.source}."] if measured.source else []
-    costs = 100 * (1 - floor / measured.step_ms)
+    # What is compared is what is printed: rounded.
+    costs, busy = round(100 * (1 - floor / measured.step_ms), 0), round(measured.cpu_percent, 0)
     if isnan(floor):
         reasons.append(
             "How long the accelerators need for a step is not known, so predicted step times may "
@@ -89,20 +90,19 @@ def _judge(
     else:
         reasons.append(
             f"Without data a step takes {floor:,.1f} ms instead of {measured.step_ms:,.1f}: data "
-            f"costs {rounded(costs, WORTH_PERCENT)} % of it."
+            f"costs {costs:.0f} % of it."
         )
     if costs < WORTH_PERCENT:
         return STAY, "", [*reasons, "Not CPU-bound: there is little to gain."]
-    busy = rounded(measured.cpu_percent, CPU_BOUND_PERCENT)
-    if measured.cpu_percent < CPU_BOUND_PERCENT:
+    if busy < CPU_BOUND_PERCENT:
         reasons.append(
-            f"The CPUs are only {busy} % busy, so they are not the bottleneck: "
-            "check the number of data workers, the storage and the network before you add CPUs."
+            f"The CPUs are only {busy:.0f} % busy, so they are not the bottleneck: check the "
+            "number of data workers, the storage and the network before you add CPUs."
         )
         return ELSEWHERE, "", reasons
     known = "assumed, because CPU use is not known"
-    if not isnan(measured.cpu_percent):
-        known = f"the CPUs are {busy} % busy"
+    if not isnan(busy):
+        known = f"the CPUs are {busy:.0f} % busy"
     reasons.append(f"CPU-bound ({known}): more vCPUs for each GPU make it faster.")
 
     scale_ups = table[table["kind"] == "scale up"]

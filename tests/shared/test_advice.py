@@ -137,11 +137,10 @@ def test_it_says_if_the_ranks_are_the_limit_of_what_it_recommends(job):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"cpu_percent": 79.9}, "only 79.9 % busy"),
-        ({"cpu_percent": 79.98}, "only 79.98 % busy"),
         ({"cpu_percent": 79.4}, "only 79 % busy"),
-        ({"cpu_percent": 80.1}, "are 80 % busy"),
-        ({"accelerator_ms": 172.9}, "data costs 9.9 % of it"),
+        ({"cpu_percent": 79.9}, "CPU-bound (the CPUs are 80 % busy)"),
+        ({"accelerator_ms": 172.9}, "data costs 10 % of it. CPU-bound"),
+        ({"accelerator_ms": 174}, "data costs 9 % of it. Not CPU-bound"),
     ],
 )
 def test_rounding_does_not_contradict_the_verdict(changes, said):
