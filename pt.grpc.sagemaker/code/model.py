@@ -33,8 +33,7 @@ class SmallNet(nn.Module):
     """A similar model that pools earlier, so that a step takes less time on a CPU.
 
     With these widths, a core takes somewhat longer to train on a sample than another core takes to
-    prepare it with `--augment 4`. So if each has one, as two small machines do, training is the
-    limit.
+    prepare it with `--augment 4`. So on two machines with one core each, training is the limit.
     """
 
     def __init__(self):

@@ -143,7 +143,7 @@ def utilisation(job_name: str) -> pd.DataFrame:
     """Look up how busy each host was on average, from the first step line to the last.
 
     If there are no step lines, the average covers the whole log. On AWS, CloudWatch has one value
-    a minute, which is too few for a job of a few minutes.
+    a minute, which is too few for a training of less than two minutes.
 
     Returns:
         One row per host: group, host, instance type, "CPU (%)" and "GPU (%)", where 100 is the
