@@ -194,8 +194,9 @@ def worth_a_look(advice: Advice) -> pd.DataFrame:
     )
     step, scale_ups = table["step time (ms)"], table["kind"] == "scale up"
     next_size = step == step[scale_ups].max()
-    kept = (scale_ups & (floor_known | next_size)) | ((table["data hosts"] > 0) & chosen & fewest)
-    kept = kept & (step < job.step_ms) | (table["instances"] == advice.recommended)
+    with_hosts = (table["data hosts"] > 0) & chosen & fewest
+    kept = (step < job.step_ms) & (with_hosts | (scale_ups & (floor_known | next_size)))
+    kept |= table["instances"] == advice.recommended
     others = table[kept].sort_values("step time (ms)", ascending=False, kind="stable")
     return pd.concat([table.iloc[:1], others])
 
