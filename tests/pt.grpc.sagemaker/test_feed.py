@@ -21,7 +21,9 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Subset,
+    dataloader,
 )
+from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from feed import RemoteDataset, as_is
@@ -309,6 +311,40 @@ def test_a_rank_that_would_train_alone_is_refused(hosts, monkeypatch, num_worker
     finally:
         dist.destroy_process_group()
     assert next(iter(validation))[0]["index"] == 0  # rank 0 may do so after all ranks have trained
+
+
+def rename(monkeypatch, functions: list, name: str) -> None:
+    """Give a variable or attribute that these functions of torch use another name."""
+    for function in functions:
+        code = function.__code__
+        names = {
+            kind: tuple(other if other != name else f"new{name}" for other in getattr(code, kind))
+            for kind in ("co_varnames", "co_names")
+        }
+        monkeypatch.setattr(function, "__code__", code.replace(**names))
+
+
+@pytest.mark.parametrize("name", ["idx", "base_seed", "init_fn", "num_workers", "worker_id"])
+def test_a_torch_whose_workers_have_other_variables_is_refused(hosts, monkeypatch, name):
+    rename(monkeypatch, [torch_worker._worker_loop], name)
+    for some in ([], hosts[:1]):
+        with pytest.raises(RuntimeError, match="cannot find the number of .* use a torch that"):
+            next(iter(loader_of(some, Numbers(), [[0]], num_workers=1)))
+
+
+@pytest.mark.parametrize("name", ["_base_seed", "_num_yielded"])
+def test_a_torch_whose_dataloaders_have_other_attributes_is_refused(monkeypatch, name):
+    of_loaders = dataloader._BaseDataLoaderIter
+    rename(monkeypatch, [of_loaders.__init__, of_loaders._reset, of_loaders.__next__], name)
+    with pytest.raises(RuntimeError, match="cannot find the number of .* use a torch that"):
+        next(iter(loader_of([], Numbers(), [[0]])))
+
+
+def test_a_torch_that_keeps_what_a_worker_is_elsewhere_is_refused(monkeypatch):
+    monkeypatch.setattr(torch_worker, "new_worker_info", None, raising=False)
+    rename(monkeypatch, [torch_worker.get_worker_info], "_worker_info")
+    with pytest.raises(RuntimeError, match="cannot set what get_worker_info.* use a torch that"):
+        remote([], Numbers())[0]
 
 
 # A callable instead of a Dataset

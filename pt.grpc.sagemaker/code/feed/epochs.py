@@ -1,23 +1,25 @@
 """Finds out which batch a DataLoader asks for, which torch does not tell the Dataset.
 
-The variables of torch that are read here have these names in torch 2.6 to 2.13. samples.py and
-iterate.py use other private parts of torch.
+samples.py and iterate.py use other private parts of torch.
 """
 
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.fetch import _BaseDatasetFetcher
+
+from feed.samples import USE_TESTED_TORCH
+
+OF_WORKERS = "base_seed", "init_fn", "num_workers", "worker_id"  # variables of torch's worker loop
 
 
 class Asked(NamedTuple):
     """What is known about the DataLoader that asks for samples."""
 
     seed: int  # torch draws it for each epoch; persistent workers keep their first epoch's
-    batch: int  # its number in the epoch; has no meaning when a stream starts
+    batch: int  # its number in the epoch; -1 before the first, as in worker_init_fn
     fetcher: Any  # torch's, a new one for each epoch, even in persistent workers; None: not yet
     worker_init_fn: Callable | None
     num_workers: int
@@ -28,22 +30,27 @@ def asked_for() -> Asked | None:
 
     Raises RuntimeError if there is a DataLoader, but its variables are not found.
     """
-    frame, info, fetcher = sys._getframe(1), get_worker_info(), None
+    frame, info, fetcher, is_fetching = sys._getframe(1), get_worker_info(), None, False
     while frame:
         here = frame.f_locals
         caller = here.get("self")
         if isinstance(caller, _BaseDatasetFetcher):
             fetcher = caller
-        elif {"base_seed", "init_fn", "num_workers", "worker_id"} <= here.keys():  # in a worker
-            batch = here.get("idx", -1)
+            is_fetching |= frame.f_code.co_name != "__init__"  # which calls the Dataset's __iter__
+        elif all(name in here for name in OF_WORKERS):
+            batch = here.get("idx") if is_fetching else -1
+            if batch is None:
+                break
             return Asked(here["base_seed"], batch, fetcher, here["init_fn"], here["num_workers"])
-        elif fetcher and hasattr(caller, "_base_seed"):  # a DataLoader without workers
+        # A DataLoader without workers. A forked worker has the frames of its parent, too.
+        elif fetcher and not info and hasattr(caller, "_base_seed"):
+            if not hasattr(caller, "_num_yielded"):
+                break
             return Asked(caller._base_seed, caller._num_yielded, fetcher, None, 0)
         frame = frame.f_back
     if fetcher or info:
         raise RuntimeError(
-            f"feed cannot find the number of a DataLoader's batch in torch {torch.__version__}, "
-            "which random numbers depend on: use torch 2.6 to 2.13, and get samples only through "
-            "the DataLoader"
+            "feed cannot find the number of a DataLoader's batch, which random numbers depend on: "
+            f"get samples only through the DataLoader, and {USE_TESTED_TORCH}"
         )
     return None

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from feed.samples import Asker, as_error
+from feed.samples import Asker, as_error, report
 from feed.wire import READY, WAITING, encode
 
 GROUP_SECONDS, GROUP_BYTES = 0.05, 4 << 20  # limits of a group of samples, which is sent as a whole
@@ -75,11 +75,12 @@ def become_worker(dataset: Any, stream: Stream) -> None:
     random.seed(seed)
     np.random.seed(torch_worker._generate_state(stream.seed, stream.worker))
     torch.default_generator.manual_seed(seed)
-    torch_worker._worker_info = None
+    info = None
     if stream.num_workers:
-        torch_worker._worker_info = torch_worker.WorkerInfo(
+        info = torch_worker.WorkerInfo(
             id=stream.worker, num_workers=stream.num_workers, seed=seed, dataset=dataset
         )
+    report(info)
     if stream.asker.init_fn:
         [init_fn] = pickle.loads(stream.asker.init_fn)
         init_fn(stream.worker)

@@ -16,10 +16,13 @@ import torch
 import torch.distributed as dist
 from torch._utils import ExceptionWrapper
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from feed.wire import encode, is_plain
+
+# For the case that a version has moved a private part of torch.
+USE_TESTED_TORCH = f"use a torch that feed was tested with, such as 2.13, not {torch.__version__}"
 
 
 class Asker(NamedTuple):
@@ -97,9 +100,14 @@ def begin(dataset: Any, generators: list, chunk: Chunk, place: int, index: Any) 
             generator.manual_seed(seed ^ number)
         else:  # random.Random, np.random.RandomState
             generator.seed(number + seed % 2**31)
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=0, num_workers=1, seed=seed, dataset=dataset
-    )
+    report(torch_worker.WorkerInfo(id=0, num_workers=1, seed=seed, dataset=dataset))
+
+
+def report(info: Any) -> None:
+    """Have torch's get_worker_info() return this; raise RuntimeError if it does not."""
+    torch_worker._worker_info = info
+    if get_worker_info() is not info:
+        raise RuntimeError(f"feed cannot set what get_worker_info() returns: {USE_TESTED_TORCH}")
 
 
 @contextlib.contextmanager
@@ -117,7 +125,7 @@ def undisturbed(generators: list) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch_worker._worker_info = info
+        report(info)
         for put_back, state in held:
             put_back(state)
 
