@@ -7,7 +7,7 @@ environment := .venv/.ready
 # Some images set this. Then each process would spend seconds on compiling its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo lab test quick lint thorough containers bench soak aws clean
+.PHONY: help demo lab test quick lint thorough versions containers bench soak aws clean
 
 help: ## list the targets, most needed first
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ thorough: $(environment) ## run the long tests, which `make test` leaves out, an
 	$(python) -m pytest -n 2 --dist loadfile -m thorough || failed=1; \
 	$(python) tests/endings.py 1 || failed=1; \
 	exit $$failed
+
+versions: $(environment) ## test what people copy with the other Pythons, and the oldest PyTorch
+	@tests/versions.sh
 
 containers: $(environment) ## run the jobs in replicas of AWS's containers, and Studio's (needs root, Python 3.12, 3.10)
 	@tests/containers/run.sh

@@ -3,10 +3,12 @@
 #
 # `make` runs this when .venv is missing, unfinished or older than the requirements. You can run it
 # again at any time; it continues where it stopped. The output of each step goes to build/setup.log.
-# When everything has been installed, it writes the stamp .venv/.ready.
+# When everything has been installed, it writes the stamp .venv/.ready. PYTHON=python3.12 chooses the
+# Python of a new environment; otherwise it is python3, or the newest that is supported.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+supported="3.11 3.12 3.13"
 python=.venv/bin/python
 uv=.venv/bin/uv
 torch= # uv's option for the PyTorch build
@@ -36,15 +38,25 @@ step() {
 
 # A command may exist but not run (pyenv's shims), or lack the venv module (Debian's python3).
 is_supported() {
-    "$1" -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
-        2>/dev/null
+    local version
+    version=$("$1" -c 'import ensurepip, sys; print("{}.{}".format(*sys.version_info))' 2>/dev/null)
+    [[ " $supported " == *" $version "* ]]
 }
 
 find_python() {
-    for name in python3 python3.13 python3.12 python3.11; do
+    local name version
+    for name in ${PYTHON:-python3 $(printf 'python%s\n' $supported | sort -rV)}; do
         is_supported "$name" && echo "$name" && return
     done
-    command -v uv >/dev/null && echo uv
+    [ -z "${PYTHON:-}" ] && command -v uv >/dev/null && echo uv
+}
+
+# Say so if the Python that is there is newer than the supported ones.
+too_new() {
+    local minor
+    minor=$("${PYTHON:-python3}" -c 'import sys; print(sys.version_info[1])' 2>/dev/null) || return 0
+    [ "$minor" -le "${supported##*.}" ] ||
+        echo " (3.$minor is too new: there is no package of the pinned TensorFlow for it)"
 }
 
 create_venv() {
@@ -52,7 +64,7 @@ create_venv() {
     if [ "$base" != uv ]; then
         "$base" -m venv .venv
     else
-        uv venv --seed --python 3.13 .venv
+        uv venv --seed --python "${supported##* }" .venv
     fi
 }
 
@@ -151,9 +163,11 @@ install_sdk_v2() {
 [ "$(uname -s)" = Linux ] ||
     fail "the examples run on Linux only. On Windows, use WSL; on macOS, use a Linux container."
 if [ -e "$unfinished" ] || ! is_supported "$python" || ! "$python" -m pip --version >/dev/null; then
+    most=${supported% *}
     base=$(find_python) ||
-        fail "found no Python 3.11, 3.12 or 3.13 with the venv module. Install one (on Debian or" \
-            "Ubuntu: apt install python3-venv), or install uv, which downloads Python."
+        fail "found no Python ${most// /, } or ${supported##* } with the venv module$(too_new)." \
+            "Install one (on Debian or Ubuntu: apt install python3-venv), or install uv, which" \
+            "downloads Python."
 fi
 
 export PIP_USER=0 # Studio's users may set it to 1, which pip refuses in a virtual environment

@@ -36,8 +36,8 @@ test:
 	@.venv/bin/python -m pytest -n 1
 thorough:
 	@.venv/bin/python tests/endings.py 1
-containers:
-	@echo containers
+versions containers:
+	@echo $@
 """
 COPIED = "tests/pt.grpc.sagemaker/test_feed.py"
 OTHER = "tests/shared/test_costs.py"
