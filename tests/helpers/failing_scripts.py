@@ -28,17 +28,18 @@ text += b"frame #0: c10::Error::Error(c10::SourceLocation) + 0x96 (0x7f0 in libc
 ctypes.CDLL("libstdc++.so.6")._ZSt21__throw_runtime_errorPKc(text)
 """
 JSON = """
-import logging, sys
+import logging, sys, tqdm
 from pythonjsonlogger.json import JsonFormatter
 handler = logging.StreamHandler()
 handler.setFormatter(JsonFormatter("%(asctime)s %(levelname)s %(message)s"))
 logging.basicConfig(level="INFO", handlers=[handler])
 def step(depth):
     return step(depth - 1) if depth else {}['a "b" c']
+bar = tqdm.tqdm(range(10))
 try:
     step(DEPTH)
 except KeyError:
-    logging.exception("training failed")
+    logging.exception("can't train")
 logging.info("logs saved")
 sys.exit(1)
 """

@@ -5,12 +5,14 @@ from collections.abc import Iterable
 
 HEADING = r"Traceback \(most recent call last\)"
 # A traceback in a line of a structured log, such as JSON, with \n for the ends of its lines.
-QUOTED = re.compile(rf"""(?m)^(?!\s).*?(["'])(?:\\.|(?!\1).)*?({HEADING}:\\n(?:\\.|(?!\1).)*).*""")
+QUOTED = re.compile(
+    rf"""(?! {{4}}).*?(?<!\w)(["'])(?:\\.|(?!\1).)*?({HEADING}:\\n(?:\\.|(?!\1).)*).*"""
+)
 # Removed from lines: rank prefixes of torch, torchrun or mpirun, an ExceptionGroup's bars, tqdm's
 # progress bars, colors and other control characters.
 BESIDE = re.compile(
     r"^(?:\[(?:rank|default)\d+\]: ?|\[[\d,]+\]<\w+>: ?)*(?: *[|+] )?"
-    r"(?:.*?\d%\|.*?\| \S+/\S+ \[.*?\])?|\x1b\[[\d;]*[A-Za-z]|\x08"
+    r"(?:[^%]*%\|[^|]*\| \S+ \[[^]]*\])?|\x1b\[[\d;]*[A-Za-z]|\x08"
 )
 # Ignored lines: blank lines and rules, log lines of C++ libraries and of wandb, and the heading of
 # the traceback that a DataLoader quotes from its worker.
@@ -72,8 +74,11 @@ def reason(output: Iterable[str], written: str = "") -> tuple[str, bool]:
 
 def clean(output: Iterable[str]) -> str:
     """Return the lines that may say why, without the frames of tracebacks."""
-    text = QUOTED.sub(lambda found: found[2].replace("\\n", "\n"), "\n".join(output))
-    lines = [BESIDE.sub("", line).rstrip() for line in text.replace('\\"', '"').split("\n")]
+    lines = []
+    for line in output:
+        quoted = "Traceback" in line and QUOTED.match(line)
+        text = quoted[2].replace("\\n", "\n").replace('\\"', '"') if quoted else line
+        lines += [BESIDE.sub("", part).rstrip() for part in text.split("\n")]
     return FRAMES.sub("", "".join(f"{line}\n" for line in lines if not NOTHING.match(line)))
 
 
