@@ -45,8 +45,10 @@ sys.exit(1)
 """
 BAR = """
 import sys, time, tqdm
-for number in tqdm.tqdm(range(10)):
+bar = tqdm.tqdm(total=10)
+for number in range(10):
     time.sleep(0.11)
+    bar.update()
     if number == 2:
         {}
 """
