@@ -110,6 +110,7 @@ AWS += '  File "train.py", line 3, in <module>\n    main()\nValueError: no numbe
         ("", LOST, (": Traceback (most recent call last): RuntimeError: ...", True)),
         # Another rank of this host has lost this one, and then written over what this one wrote.
         (AWS, LOST, (": ValueError: no number", False)),
+        (AWS, " \n--\n", (": ValueError: no number", False)),
         ("", "x" * 9999, (": " + "x" * 800, False)),
     ],
 )

@@ -66,7 +66,7 @@ def reason(output: Iterable[str], written: str = "") -> tuple[str, bool]:
     if written:
         lost = reason(written.splitlines())[1]
         if was_cut_off or not (chain and lost):  # else a rank that lost this one has written it
-            error, was_cut_off = brief(clean(written.splitlines())), was_cut_off or lost
+            error, was_cut_off = brief(clean(written.splitlines())) or error, was_cut_off or lost
     if error:
         return f": {error[:800]}", was_cut_off
     return last and f"; its last line: {brief(last)}", False
