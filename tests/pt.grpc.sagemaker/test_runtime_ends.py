@@ -265,6 +265,50 @@ def test_the_reason_is_the_first_failure_that_is_no_consequence(
     assert re.search(rf"On algo-\d \(dnn_group\), {expected}", said)
 
 
+# Like AWS's examples, each rank writes its error itself. Rank 2 loses rank 3, its host's other one,
+# and writes over what rank 3 has written.
+WRITES = """
+import os, sys, time, traceback
+rank = int(os.environ["RANK"])
+try:
+    if rank == 2:
+        os.mkfifo("peer")
+        open("peer").read()
+        raise RuntimeError("Connection closed by peer")
+    while not os.path.exists("peer"):
+        time.sleep(0.1 if rank == 3 else 100)
+    peer = open("peer", "w")
+    raise ValueError("no number")
+except Exception as error:
+    if rank in WRITERS:
+        with open(os.environ["SM_OUTPUT_FAILURE"], "w") as file:
+            file.write(f"Rank {rank} gives up: {error}\\n{traceback.format_exc()}")
+    traceback.print_exc()
+    os._exit(255)
+"""
+
+
+@pytest.mark.parametrize(
+    "writers, expected",
+    [
+        ("[3]", r"Rank 3 gives up: no number \| Traceback \(.*\): ValueError: no number\."),
+        ("[2, 3]", r"(Rank 3 gives up: .*)?ValueError: no number\."),
+        ("[]", r"ValueError: no number\."),
+    ],
+)
+def test_what_a_script_itself_writes_is_the_reason_on_every_host(
+    jobs: Jobs, writers: str, expected: str
+):
+    """But not what was written before the ranks started."""
+    old = "import os\nopen(os.environ['SM_OUTPUT_FAILURE'], 'w').write('an old reason')\n"
+    launcher = f"{CLUSTER}{old}hetero.main(['--ranks', '2', 'train.py'])"
+    script = WRITES.replace("WRITERS", writers)
+    job, log = run_programs(jobs, script, files={"launcher.py": launcher})
+    said = rf"On algo-\d \(dnn_group\), rank 3 of train.py exited with status 255: {expected}"
+    assert re.fullmatch(f"AlgorithmError: {said}.*", job["FailureReason"]), job["FailureReason"]
+    assert sum(bool(re.fullmatch(f"hetero: {said}", line)) for line in log) == 4  # on every host
+
+
 def test_a_host_with_another_token_says_so_at_once(jobs: Jobs):
     launcher = CLUSTER + (
         "import hetero.member\nif cluster.group == 'data_group':\n    hetero.member.TOKEN = 'x'\n"

@@ -8,7 +8,8 @@ other hosts, the data hosts, run a data server. A launcher.py that calls `run` d
 
 The launcher on the training group's first host is the leader. All launchers connect to it, and it
 decides when and how the job ends. If the job fails, every host writes what failed, and where, to
-/opt/ml/output/failure, which SageMaker shows as the FailureReason.
+/opt/ml/output/failure, which SageMaker shows as the FailureReason. What a script itself has written
+there is quoted.
 
 Copy this folder next to your script. To understand the code, read it in this order:
 
@@ -18,7 +19,7 @@ topology.py   what SageMaker tells a host, and what the host tells its ranks and
 plan.py       which host runs what
 member.py     one host of the job: runs its ranks or data server, and reports to the leader
 process.py    starts a process, copies its output to the log, and waits for its end
-reason.py     finds in a process's output why it failed
+reason.py     finds in a process's output why it failed, unless the process itself has said so
 leader.py     decides, from the hosts' reports, when training starts and how the job ends
 messages.py   the messages between launchers
 spare.py      the cores of a training host that its ranks leave to a data server
