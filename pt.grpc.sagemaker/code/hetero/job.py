@@ -65,12 +65,13 @@ def run(
     if problem := check_groups(cluster, train_group, data_groups, serve):
         fail(problem)
     try:
-        trains, ranks = cluster.group == train_group, ranks or accelerators()
+        trains, gpus = cluster.group == train_group, accelerators()
+        ranks = ranks or gpus
         data_hosts = [host for group in data_groups for host in cluster.groups.get(group, [])]
         servers, spare = [server_address(cluster, host) for host in data_hosts], []
         if trains and data_hosts:
             # Count GPUs too: a single rank may start a process for each GPU itself.
-            spare = find_spare_cores(max(ranks, accelerators()), spare_cores)
+            spare = find_spare_cores(max(ranks, gpus), spare_cores)
             servers += [spare_address(cluster)] if spare else []
             print(f"spare_cores={len(spare)}", flush=True)
         plan = Plan(
