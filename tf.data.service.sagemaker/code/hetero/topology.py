@@ -85,7 +85,7 @@ def hyperparameters() -> list[str]:
     path = BASE_DIR / "input" / "config" / "hyperparameters.json"
     text = told or (path.read_text("utf-8") if path.exists() else "{}")
     for name, value in json.loads(text).items():
-        with contextlib.suppress(ValueError):  # in the file every value is a text, usually JSON
+        with contextlib.suppress(TypeError, ValueError):  # in the file every value is a text
             value = value if told else json.loads(value)
         if not name.startswith(("sagemaker_", "_tuning_objective_metric")):  # SageMaker's own
             words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
@@ -130,9 +130,8 @@ def rank_environment(cluster: Cluster, rank: int, ranks: int) -> dict[str, str]:
         defaults["FI_PROVIDER"] = "efa"
     if kind in RDMA:
         defaults |= {"FI_EFA_USE_DEVICE_RDMA": 1, "RDMAV_FORK_SAFE": 1}
-    # With aws-ofi-nccl up to 1.5, as in AWS's image of TensorFlow 2.12, other protocols may give
-    # wrong sums over EFA. Newer versions, which p5 needs, choose one that is right, and fast. So
-    # this is not set on all types, as the driver does.
+    # Without it, aws-ofi-nccl up to 1.5, as in AWS's image of TensorFlow 2.12, may give wrong sums.
+    # Newer versions, which p5 needs, choose the protocol themselves, and often a faster one.
     if kind in EFA and not kind.startswith("p5"):
         defaults["NCCL_PROTO"] = "simple"
     if ranks > 1:
