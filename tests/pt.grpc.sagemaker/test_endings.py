@@ -132,15 +132,15 @@ def test_ranks_that_end_well_when_they_are_stopped_do_not_complete_the_job(
 @pytest.mark.parametrize("group", ["data_group", "dnn_group"])
 def test_a_job_that_is_stopped_before_it_trains_is_not_completed(jobs: Jobs, group: str):
     launcher = CLUSTER + (
-        "import os, signal\nfrom hetero.member import Member\njoin = Member.join\n"
+        "import asyncio, os, signal\nfrom hetero.member import Member\njoin = Member.join\n"
         "async def told_first(member):\n"
         f"    if (cluster.group, cluster.rank) == ({group!r}, 0):\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "        await asyncio.sleep(2)\n"
         "    return await join(member)\n"
-        f"Member.join = told_first\nhetero.main(['train.py'])"
+        "Member.join = told_first\nhetero.main(['train.py'])"
     )
-    said = reason_of(jobs, "print('trains')", files={"launcher.py": f"import asyncio\n{launcher}"})
+    said = reason_of(jobs, "print('trains')", files={"launcher.py": launcher})
     assert "The job was stopped (SIGTERM). On algo-" in said
     assert "(dnn_group), training had not started., exit code: 1" in said
 
