@@ -140,6 +140,11 @@ ENDINGS = {
     "StopTrainingJob": Ending(
         "Stopped", "", 15, Running.stop, logged="stopped by SIGTERM after step",
     ),
+    "SIGTERM to one host alone": Ending(
+        "Failed", rf"The job was stopped \(SIGTERM\)\. On {DNN}, train_dnn.py exited with status 1;"
+        r" its last line: training stopped by SIGTERM after step \d+\.", 15,
+        lambda job: job.launcher("data_group", 1).terminate(),
+    ),
     "MaxRuntimeInSeconds": Ending(
         "Stopped", "", 15, lambda job: time.sleep(job.started_at() + RUNTIME - time.time()),
         settings={"max_runtime_seconds": RUNTIME},

@@ -1,12 +1,16 @@
-"""The commonest ways in which a job of the PyTorch example ends, without PyTorch itself.
+"""The commonest ways in which a job of the PyTorch example ends, without PyTorch itself; SIGTERM.
 
 helpers/endings.py lists all of them; `make thorough` runs all, with PyTorch (tests/endings.py).
 """
 
+import json
 import os
+import random
 import re
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,15 @@ import pytest
 from helpers.endings import ENDINGS, begin, finish
 from helpers.jobs import Jobs, start_kernel
 from helpers.pages import EXAMPLE
-from helpers.running import Running, upload_images
+from helpers.running import (
+    CLUSTER,
+    CODE,
+    LINGER,
+    Running,
+    reason_of,
+    start_programs,
+    upload_images,
+)
 from helpers.waiting import wait_until_gone
 
 COMMON = [
@@ -87,3 +99,96 @@ def test_ctrl_c_and_the_end_of_the_kernel(tmp_path: Path, temporary_folder: Path
         read_until("ENDED WELL", kernel)
     wait_until_gone(lambda: [*job.processes(), *temporary_folder.iterdir()])
     kernel.communicate(timeout=30)
+
+
+# ---- SIGTERM
+
+SAVES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved", flush=True)))  # with status 0
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("by_api", [False, True])
+def test_ranks_that_end_well_when_they_are_stopped_do_not_complete_the_job(
+    jobs: Jobs, by_api: bool
+):
+    job = start_programs(jobs, SAVES)
+    jobs.wait_for_log(job.name, "ready", times=2)
+    if by_api:
+        job.stop()
+    else:  # of one data host, such as by AWS's maintenance
+        job.launcher("data_group", 0).terminate()
+    ended = jobs.wait(job.name)
+    assert ended["TrainingJobStatus"] == ("Stopped" if by_api else "Failed")
+    said = r"The job was stopped \(SIGTERM\)\. On algo-\d \(dnn_group\), train.py had not ended\."
+    assert by_api or re.search(rf"{said}, exit code: 1$", ended["FailureReason"])
+    assert sum(bool(re.match(f"hetero: {said}", line)) for line in job.log()) == 4  # on every host
+    assert job.log().count("saved") == 2
+
+
+@pytest.mark.parametrize("group", ["data_group", "dnn_group"])
+def test_a_job_that_is_stopped_before_it_trains_is_not_completed(jobs: Jobs, group: str):
+    launcher = CLUSTER + (
+        "import asyncio, os, signal\nfrom hetero.member import Member\njoin = Member.join\n"
+        "async def told_first(member):\n"
+        f"    if (cluster.group, cluster.rank) == ({group!r}, 0):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        await asyncio.sleep(2)\n"
+        "    return await join(member)\n"
+        "Member.join = told_first\nhetero.main(['train.py'])"
+    )
+    said = reason_of(jobs, "print('trains')", files={"launcher.py": launcher})
+    assert "The job was stopped (SIGTERM). On algo-" in said
+    assert "(dnn_group), training had not started., exit code: 1" in said
+
+
+def test_sigterm_after_the_training_changes_nothing(jobs: Jobs):
+    serve = (
+        "import signal, sys, time\n"
+        "def end(*_):\n    print('ending', flush=True)\n    time.sleep(3)\n    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, end)\nprint('serving', flush=True)\ntime.sleep(100)"
+    )
+    job = start_programs(jobs, LINGER, "--spare-cores 0", serve)
+    jobs.wait_for_log(job.name, "ending", times=2)
+    for launcher in job.launchers():
+        launcher.terminate()
+    assert jobs.wait(job.name)["TrainingJobStatus"] == "Completed"
+
+
+BRIEF = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+time.sleep(1)
+print("trained", flush=True)
+"""
+
+
+def test_sigterm_at_any_moment_never_turns_into_success(tmp_path: Path):
+    """From the launcher's first moment, before it handles SIGTERM, to its last."""
+    folder, chance = tmp_path / "input" / "config", random.Random(0)
+    folder.mkdir(parents=True)
+    config = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "lo"}
+    (folder / "resourceconfig.json").write_text(json.dumps(config))
+    (tmp_path / "train.py").write_text(BRIEF)
+    address = {"addresses": {"algo-1": "127.77.1.1"}, "base_port": 20_000 + os.getpid() % 10_000}
+    environment = {**os.environ, "SAGEMAKER_BASE_DIR": str(tmp_path), "PYTHONPATH": str(CODE),
+                   "LOCAL_SAGEMAKER": json.dumps(address)}  # fmt: skip
+    command = [sys.executable, "-m", "hetero", "train.py"]
+    settings = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "text": True}
+    began = time.monotonic()
+    assert subprocess.run(command, **settings).returncode == 0
+    whole, ends = time.monotonic() - began, set()
+    for _ in range(16):
+        launcher = subprocess.Popen(command, **settings, stderr=subprocess.STDOUT)
+        time.sleep(chance.uniform(0, 1.2 * whole))
+        launcher.terminate()
+        output, _ = launcher.communicate(timeout=30)
+        assert launcher.returncode != 0 or "trained" in output.splitlines(), output
+        assert launcher.returncode != 1 or "hetero: The job was stopped (SIGTERM)." in output
+        # Python's start-up is killed; in a container, Linux would drop the signal then.
+        assert launcher.returncode != -signal.SIGTERM or "trained" not in output, output
+        ends.add(launcher.returncode)
+    assert {1} <= ends <= {0, 1, -signal.SIGTERM}

@@ -257,19 +257,6 @@ def test_ranks_find_each_other_as_under_torchrun(jobs: Jobs, tmp_path: Path):
     assert sorted(found.splitlines()) == ["0 0 0 4", "1 1 0 4", "2 0 1 4", "3 1 1 4"]
 
 
-@pytest.mark.parametrize(
-    "gpus, neurons, ranks", [("0", "0", 1), ("3", "0", 3), ("", "2", 2), ("2", "8", 2)]
-)
-def test_there_is_a_rank_for_each_accelerator(gpus: str, neurons: str, ranks: int):
-    counted = subprocess.check_output(
-        [sys.executable, "-c", "from hetero.topology import accelerators; print(accelerators())"],
-        cwd=CODE,
-        env={**os.environ, "SM_NUM_GPUS": gpus, "SM_NUM_NEURONS": neurons},
-        text=True,
-    )
-    assert int(counted) == ranks
-
-
 PROGRESS = """
 import os, time
 for step in range(50):

@@ -4,7 +4,6 @@ This file uses only the standard library, because the launcher imports it.
 """
 
 import argparse
-import os
 from collections.abc import Callable
 
 
@@ -25,9 +24,9 @@ def parser(fail: Callable[[str], None]) -> argparse.ArgumentParser:
     """Return the hyperparameters' parser. For a wrong value it calls `fail` with a message."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.error = fail
-    add, gpus = parser.add_argument, int(os.environ.get("SM_NUM_GPUS", "0"))
+    add = parser.add_argument
     add("--data-mode", choices=["local", "service", "synthetic"], help="where samples come from")
-    add("--processes-per-host", type=whole(1), default=gpus or 1, help="ranks on each dnn host")
+    add("--processes-per-host", type=whole(1), help="ranks on each dnn host; default: one per GPU")
     ways = ["tf.distribute", "horovod"]
     add("--distribution", choices=ways, default=ways[0], help="what keeps the ranks in step")
     add("--model", default="resnet50", help="resnet50; small: for CPUs")

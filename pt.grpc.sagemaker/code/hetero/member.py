@@ -72,12 +72,10 @@ class Member:
                 if word["refused"]:
                     raise ConnectionError(f"refused, {word['refused']}")
                 if word["stop"]:  # data servers keep running for the last steps
-                    while self.until_sigterm:
-                        self.until_sigterm.pop().popen.terminate()
-                    while self.waiting:
-                        self.report["running"].remove(self.waiting.pop())
+                    self.stop_ranks()
                 while self.waiting and word["start"]:
                     self.start(self.train(self.waiting.pop(0)))
+                await asyncio.sleep(0)  # these tasks start their ranks before the next word
                 if word["end"]:
                     await self.stop_all()
                 self.say(stopped=bool(word["end"]))
@@ -125,6 +123,17 @@ class Member:
                 for process in self.processes:
                     if process.popen.pid == ended[0]:
                         process.popen.returncode = os.waitstatus_to_exitcode(ended[1])
+
+    def stop_ranks(self) -> None:
+        """Pass SIGTERM on. A rank that has not ended by then fails the job, whatever its status."""
+        for rank in self.until_sigterm:
+            rank.popen.terminate()  # does nothing if it has ended
+            if rank.popen.returncode is None:  # its own failure will say more, and replace this
+                self.say_failure(f"On {self.here}, {rank.name} had not ended.", was_cut_off=True)
+        if self.waiting:
+            self.say_failure(f"On {self.here}, training had not started.", was_cut_off=True)
+            self.report["running"] = []
+        self.until_sigterm, self.waiting = [], []
 
     async def stop_all(self) -> None:
         """Send SIGTERM to all processes on this host, and SIGKILL after STOP_SECONDS."""

@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -65,12 +66,13 @@ def run(
     if problem := check_groups(cluster, train_group, data_groups, serve):
         fail(problem)
     try:
-        trains, ranks = cluster.group == train_group, ranks or accelerators()
+        trains, gpus = cluster.group == train_group, accelerators()
+        ranks = ranks or gpus
         data_hosts = [host for group in data_groups for host in cluster.groups.get(group, [])]
         servers, spare = [server_address(cluster, host) for host in data_hosts], []
         if trains and data_hosts:
             # Count GPUs too: a single rank may start a process for each GPU itself.
-            spare = find_spare_cores(max(ranks, accelerators()), spare_cores)
+            spare = find_spare_cores(max(ranks, gpus), spare_cores)
             servers += [spare_address(cluster)] if spare else []
             print(f"spare_cores={len(spare)}", flush=True)
         plan = Plan(
@@ -91,6 +93,7 @@ def run(
         os.environ.update(proxy_exceptions(cluster), PYTHONPATH=os.pathsep.join(folders))
         os.environ["HETERO_DATA_HOSTS"] = ",".join(servers)
         completed, reason = asyncio.run(take_part(plan))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes too late to change the outcome
     except Exception as error:  # for example, the port is in use
         traceback.print_exc()
         where, what = cluster.where(cluster.host), f"{type(error).__name__}: {error}"

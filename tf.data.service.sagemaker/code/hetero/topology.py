@@ -1,10 +1,13 @@
 """What SageMaker tells a host: its name, the other hosts, and the job's hyperparameters."""
 
+import contextlib
 import json
 import os
+import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import getoutput
 
 BASE_DIR = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
 ONLY_GROUP = "homogeneousCluster"  # SageMaker's name for the only group of a homogeneous job
@@ -13,6 +16,9 @@ BASE_PORT = 7710  # the leader listens here
 # second port for each host's server, then a TF_CONFIG port for each rank. Within the range every
 # port is used once, since hosts may share a machine.
 MASTER_PORT, SERVER_PORT, WORKER_PORT = 1, 2, 10
+# Instance types with EFA, AWS's fast network for NCCL, as in the lists of the SDK's own driver.
+RDMA = ("p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge", "p5e.48xlarge", "trn1.32xlarge")
+EFA = (*RDMA, "g4dn.8xlarge", "g4dn.12xlarge", "g5.48xlarge", "p3dn.24xlarge")
 
 
 @dataclass(frozen=True)
@@ -75,14 +81,24 @@ def read_cluster(base_dir: Path = BASE_DIR) -> Cluster:
 
 def hyperparameters() -> list[str]:
     """Return the job's hyperparameters, formatted as by SDK v3: ["--batch-size", "128"]."""
-    pairs = json.loads(os.environ.get("SM_HPS", "{}")).items()
-    return [w for k, v in pairs for w in (f"--{k}", v if isinstance(v, str) else json.dumps(v))]
+    told, words = os.environ.get("SM_HPS"), []  # the SDK sets it, plain boto3 does not
+    path = BASE_DIR / "input" / "config" / "hyperparameters.json"
+    text = told or (path.read_text("utf-8") if path.exists() else "{}")
+    for name, value in json.loads(text).items():
+        with contextlib.suppress(TypeError, ValueError):  # in the file every value is a text
+            value = value if told else json.loads(value)
+        if not name.startswith(("sagemaker_", "_tuning_objective_metric")):  # SageMaker's own
+            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return words
 
 
 def accelerators() -> int:
-    """Return how many GPUs or Neuron devices SageMaker counts on this host; 1 if none."""
-    counts = [int(os.environ.get(name) or 0) for name in ("SM_NUM_GPUS", "SM_NUM_NEURONS")]
-    return counts[0] or counts[1] or 1
+    """Return how many GPUs, or else NeuronCores, this host has; 1 if none."""
+    gpus, cores = os.environ.get("SM_NUM_GPUS"), os.environ.get("SM_NUM_NEURONS")
+    # Plain boto3 sets neither of them, so count as the SDK does.
+    gpus = gpus or len(re.findall("(?m)^GPU ", getoutput("nvidia-smi --list-gpus")))
+    cores = cores or sum(map(int, re.findall(r'"nc_count": *(\d+)', getoutput("neuron-ls -j"))))
+    return int(gpus) or int(cores) or 1
 
 
 def rank_environment(cluster: Cluster, rank: int, ranks: int) -> dict[str, str]:
@@ -109,6 +125,15 @@ def rank_environment(cluster: Cluster, rank: int, ranks: int) -> dict[str, str]:
     if cluster.network_interface in [name for _, name in socket.if_nameindex()]:
         for library in ("GLOO", "NCCL", "TP"):  # otherwise they guess the interface
             defaults[f"{library}_SOCKET_IFNAME"] = cluster.network_interface
+    kind = cluster.instance_type.removeprefix("ml.")
+    if kind in EFA:
+        defaults["FI_PROVIDER"] = "efa"
+    if kind in RDMA:
+        defaults |= {"FI_EFA_USE_DEVICE_RDMA": 1, "RDMAV_FORK_SAFE": 1}
+    # Without it, aws-ofi-nccl up to 1.5, as in AWS's image of TensorFlow 2.12, may give wrong sums.
+    # Newer versions, which p5 needs, choose the protocol themselves, and often a faster one.
+    if kind in EFA and not kind.startswith("p5"):
+        defaults["NCCL_PROTO"] = "simple"
     if ranks > 1:
         defaults["OMP_NUM_THREADS"] = max(1, len(os.sched_getaffinity(0)) // ranks)
     values |= {name: value for name, value in defaults.items() if name not in os.environ}
