@@ -29,7 +29,7 @@ from helpers.data_hosts import (
     loader_of,
     up,
 )
-from helpers.datasets import BIG, SLOW, Numbers, TakesItsTime, Troubled
+from helpers.datasets import BIG, SLOW, Draws, Numbers, TakesItsTime, Troubled
 from helpers.waiting import wait_until
 
 SOAK = "SOAK" in os.environ
@@ -208,7 +208,70 @@ def test_memory_stays_flat(start, num_workers):
     assert max(growth) < 20, growth
 
 
+# Several Datasets
+
+
+def test_datasets_that_nobody_asks_for_are_dropped(start):
+    """The least recently used one goes first. It is uploaded again when it is needed again."""
+    few = "import feed.front; feed.front.MOST_DATASETS, feed.front.IDLE_SECONDS = 3, 0"
+    [host] = up(start(setup=few))
+    loader = loader_of([host], Draws(), batch_size=50)
+    always = iter(loader_of([host], Numbers(), batch_size=3))
+    next(always)
+    for number in [*range(8), 0]:
+        loader.dataset.number = number  # another Dataset
+        assert len(list(loader)) == 2
+        next(always)
+        holders = {worker.ppid() for worker in host.worker_processes()}
+        assert len(holders) <= 3
+
+
+def take_turns(host: DataHost, count: int, samples: int = 3) -> list:
+    """Ask in turn for samples of different Datasets, as ranks with Datasets of their own do."""
+    datasets = [Draws() for _ in range(count)]
+    for number, dataset in enumerate(datasets):
+        dataset.number = number
+    loaders = [
+        iter(loader_of([host], dataset, [[n] for n in range(samples)])) for dataset in datasets
+    ]
+    return [next(loader) for _ in range(samples) for loader in loaders]
+
+
+def test_datasets_in_use_are_uploaded_once(start):
+    """However many they are, unless they do not fit into the memory: then the log says so."""
+    [host] = up(start(setup="import feed.front; feed.front.MOST_DATASETS = 3"))
+    take_turns(host, count=5)
+    assert host.said().count(" made in ") == 5
+    [host] = up(start(setup="import feed.front; feed.front.MOST_MEMORY = 0"))
+    take_turns(host, count=2)
+    assert "Datasets take over 0 % of this host's memory: dropped one, used 0 s" in host.said()
+
+
+def limited(soft: int, hard: int | None = None) -> str:
+    """Return code that limits the number of files that a host may have open."""
+    limits = f"({soft}, {hard or soft})"
+    return f"import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, {limits})"
+
+
+def test_many_datasets_need_many_open_files(start):
+    """The server raises its limit as far as it may. Then an error names the limit."""
+    [host] = up(start(workers=4, setup=limited(64, 2048)))
+    take_turns(host, count=12, samples=6)
+    [host] = up(start(workers=4, setup=limited(64, 64)))
+    with pytest.raises(RuntimeError, match="Too many open files"):
+        take_turns(host, count=12, samples=6)
+
+
 # How it ends
+
+
+def test_a_thread_that_fails_ends_the_host(start):
+    """Otherwise clients would wait for its work forever. A launcher starts the server again."""
+    [host] = up(start(setup="import feed.worker; feed.worker.Worker.receive = lambda self: 1 / 0"))
+    waiting = iter(loader_of([host], Numbers(), num_workers=1))
+    assert host.process.wait(timeout=60) == 1
+    assert "ZeroDivisionError" in host.said()
+    del waiting
 
 
 @pytest.mark.thorough
