@@ -21,8 +21,8 @@ from feed.worker import CHUNK_SECONDS, Worker, how_it_failed, new_process
 ATTEMPTS = 3  # for a chunk or a Dataset whose processes die or hang
 END_SECONDS = 5.0  # for a stream's process to end by itself, once nobody reads it
 BEAT_SECONDS = 5  # between two WAITING replies
-MOST_DATASETS, MOST_MEMORY = 32, 0.4  # to keep: number; share of memory, by their pickles' size
-IDLE_SECONDS = 30  # Datasets that were asked for since then are in use: their number has no limit
+MOST_DATASETS = 32  # to keep, and one more for each one that is dropped, but then needed again
+MOST_MEMORY = 0.4  # share of the memory that they may take, by their pickles' size
 TELL_SECONDS = 60  # until the first line about a Dataset that is not ready
 
 
@@ -50,6 +50,7 @@ class Front:
     def __init__(self, main: socket.socket, token: str, workers: int):
         self.main, self.token, self.workers, self.calls = main, token, workers, 0
         self.copies: dict[bytes, Copy] = {}  # by digest
+        self.most, self.dropped = MOST_DATASETS, set[bytes]()  # by make_room
         self.deaths: dict[bytes, list[str]] = {}  # of the Datasets' processes, by digest
         self.lock = threading.RLock()
         self.tasks: queue.SimpleQueue[tuple] = queue.SimpleQueue()
@@ -110,7 +111,6 @@ class Front:
         finally:
             with self.lock:
                 copy.calls, self.calls = copy.calls - 1, self.calls - 1
-                copy.used_at = time.monotonic()
 
     def run_stream(
         self, asked: Request, copy: Copy, epochs: Iterator[bytes], is_wanted: Callable[[], bool]
@@ -175,6 +175,11 @@ class Front:
         with self.lock:
             if digest in self.copies:
                 return wire.seal(self.token, nonce, Reply(WAITING))
+            if digest in self.dropped:
+                self.dropped.remove(digest)
+                self.most = max(self.most, len(self.copies) + 1)
+                text = f"this host now keeps {self.most}, up to {MOST_MEMORY:.0%} of its memory"
+                print(f"feed: a Dataset is needed again that was dropped: {text}", flush=True)
             received, payload = hashlib.sha256(), os.memfd_create("dataset")
             copy = self.copies[digest] = Copy()
         try:
@@ -211,22 +216,19 @@ class Front:
         print(f"feed: a Dataset, {copy.size / 1e6:.1f} MB, made in {seconds:.1f} s", flush=True)
 
     def make_room(self, new: Copy) -> None:
-        """If there are too many Datasets, drop some, the least recently used first.
+        """If there are too many Datasets, drop unused ones, the least recently used first.
 
         Each rank, and each change of a Dataset in the training script, may add another one.
         """
         with self.lock:
-            most = MOST_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             for digest, copy in sorted(self.copies.items(), key=lambda item: item[1].used_at):
                 sizes = [each.size for each in self.copies.values()]
-                is_full, idle = sum(sizes) > most, time.monotonic() - copy.used_at
-                if not is_full and (len(sizes) <= MOST_DATASETS or idle < IDLE_SECONDS):
+                if len(sizes) <= self.most and sum(sizes) <= MOST_MEMORY * pages:
                     return
                 if copy is not new and not copy.calls and copy.state != WAITING:
                     self.drop(digest, copy)
-                    if is_full:
-                        text = f"Datasets take over {MOST_MEMORY * 100:.0f} % of this host's memory"
-                        print(f"feed: {text}: dropped one, used {idle:.0f} s ago", flush=True)
+                    self.dropped.add(digest)
 
     def drop(self, digest: bytes, copy: Copy, how: str = "") -> None:
         """Forget a Dataset, and how it failed. A client that still needs it uploads it again."""
