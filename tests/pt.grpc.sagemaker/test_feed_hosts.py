@@ -183,7 +183,7 @@ def test_a_host_that_is_busy_is_not_silent(start):
     assert [*loader_of([host], TakesItsTime(), [[0, 1], [2]], timeout=1.5)] == [[0, 1], [2]]
 
 
-@pytest.mark.parametrize("dataset", [Hangs(), Hangs], ids=["unpickled", "called"])
+@pytest.mark.parametrize("dataset", [Hangs(), pytest.param(Hangs, marks=pytest.mark.thorough)])
 def test_a_dataset_that_is_never_made_is_an_error_unless_another_host_has_it(
     start, dataset, monkeypatch
 ):

@@ -30,7 +30,7 @@ from helpers.data_hosts import (
     loader_of,
     up,
 )
-from helpers.datasets import BIG, SLOW, Draws, Numbers, TakesItsTime, Troubled
+from helpers.datasets import BIG, SLOW, Draws, Numbers, Steady, TakesItsTime, Troubled
 from helpers.waiting import wait_until
 
 SOAK = "SOAK" in os.environ
@@ -252,10 +252,10 @@ def test_all_datasets_in_use_are_kept(start):
 
 def test_many_workers_need_many_open_files(start):
     """The server raises its limit as far as it may. If that is not enough, an error says so."""
-    for most, reason in [(2048, None), (48, "failed 3 times in a row: .* Too many open files")]:
-        limit = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (48, {most}))"
+    for most, reason in [(2048, None), (30, "failed 3 times in a row: .* Too many open files")]:
+        limit = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, {most}))"
         [host] = up(start(workers=30, setup=limit))
-        batches = iter(loader_of([host], Numbers(), batch_size=61))
+        batches = iter(loader_of([host], Steady(), batch_size=61))
         with pytest.raises(RuntimeError, match=reason) if reason else contextlib.nullcontext():
             assert len(next(batches)) == 61
 
