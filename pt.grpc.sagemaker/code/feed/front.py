@@ -1,7 +1,6 @@
 """Answers a data host's calls: keeps its Datasets, and gives each chunk to a worker."""
 
 import hashlib
-import math
 import os
 import pickle
 import queue
@@ -153,7 +152,7 @@ class Front:
                     worker.connection.send_bytes(chunk)
                     answer.put(worker.receive())
                     self.deaths.pop(digest, None)
-                    copy.tell_after = math.inf
+                    copy.tell_after = float("inf")
                     break
                 except (OSError, EOFError) as error:
                     failures, how = failures + 1, how_it_failed(error)
