@@ -56,7 +56,7 @@ class DataHost:
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with this object)
         program = ["-m", "feed.server"]
         if self.setup:
-            program = ["-c", f"{self.setup}; import feed.server; feed.server.main()"]
+            program = ["-c", f"{self.setup}\nimport feed.server; feed.server.main()"]
         self.process = psutil.Popen(
             # It must end with this process, even if this process is killed.
             ["setpriv", "--pdeathsig", "KILL", sys.executable, *program, self.address]

@@ -104,6 +104,16 @@ class TakesItsTime(Numbers):
         return index
 
 
+class Hangs(Numbers):
+    """A Dataset, or a callable, that is never made where HANGS is in the environment."""
+
+    def __init__(self):
+        time.sleep(600 * ("HANGS" in os.environ))
+
+    def __reduce__(self) -> tuple:
+        return Hangs, ()
+
+
 class Made(Dataset):
     """A Dataset that LENGTH and SHIFT in the environment of a data host can change."""
 

@@ -1,5 +1,6 @@
 """The data server of the PyTorch example: where it listens, whom it refuses, and how it ends."""
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -29,7 +30,7 @@ from helpers.data_hosts import (
     loader_of,
     up,
 )
-from helpers.datasets import BIG, SLOW, Numbers, TakesItsTime, Troubled
+from helpers.datasets import BIG, SLOW, Draws, Numbers, Steady, TakesItsTime, Troubled
 from helpers.waiting import wait_until
 
 SOAK = "SOAK" in os.environ
@@ -208,7 +209,67 @@ def test_memory_stays_flat(start, num_workers):
     assert max(growth) < 20, growth
 
 
+# Several Datasets
+
+
+def test_datasets_that_nobody_asks_for_are_dropped(start):
+    """The least recently used one goes first. It is uploaded again when it is needed again."""
+    [host] = up(start(setup="import feed.front; feed.front.MOST_DATASETS = 3"))
+    loader = loader_of([host], Draws(), batch_size=50)
+    always = iter(loader_of([host], Numbers(), batch_size=3))
+    next(always)
+    counts = []
+    for number in [*range(8), 0]:
+        loader.dataset.number = number  # another Dataset
+        assert len(list(loader)) == 2
+        next(always)
+        counts.append(len({worker.ppid() for worker in host.worker_processes()}))
+    assert max(counts[:-1]) <= 3 and counts[-1] <= 4
+
+
+def take_turns(host: DataHost, count: int, samples: int = 3) -> list:
+    """Ask in turn for samples of different Datasets, as ranks with Datasets of their own do."""
+    datasets = [Draws() for _ in range(count)]
+    for number, dataset in enumerate(datasets):
+        dataset.number = number
+    loaders = [
+        iter(loader_of([host], dataset, [[n] for n in range(samples)])) for dataset in datasets
+    ]
+    return [next(loader) for _ in range(samples) for loader in loaders]
+
+
+def test_all_datasets_in_use_are_kept(start):
+    """Two of five are dropped at first. The log says so, also if the memory is too small."""
+    [host] = up(start(setup="import feed.front; feed.front.MOST_DATASETS = 3"))
+    take_turns(host, count=5)
+    assert host.said().count(" made in ") == 5 + 2
+    text = "feed: a Dataset is needed again that was dropped: this host now keeps"
+    assert f"{text} 5, up to 40% of its memory" in host.said()
+    [host] = up(start(setup="import feed.front; feed.front.MOST_MEMORY = 0"))
+    take_turns(host, count=2)
+    assert f"{text} 32, up to 0% of its memory" in host.said()
+
+
+def test_many_workers_need_many_open_files(start):
+    """The server raises its limit as far as it may. If that is not enough, an error says so."""
+    for most, reason in [(2048, None), (30, "failed 3 times in a row: .* Too many open files")]:
+        limit = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, {most}))"
+        [host] = up(start(workers=30, setup=limit))
+        batches = iter(loader_of([host], Steady(), batch_size=61))
+        with pytest.raises(RuntimeError, match=reason) if reason else contextlib.nullcontext():
+            assert len(next(batches)) == 61
+
+
 # How it ends
+
+
+def test_a_thread_that_fails_ends_the_host(start):
+    """Otherwise clients would wait for its work forever. A launcher starts the server again."""
+    [host] = up(start(setup="import feed.worker; feed.worker.Worker.receive = lambda self: 1 / 0"))
+    waiting = iter(loader_of([host], Numbers(), num_workers=1))
+    assert host.process.wait(timeout=60) == 1
+    assert "ZeroDivisionError" in host.said()
+    del waiting
 
 
 @pytest.mark.thorough

@@ -1,8 +1,8 @@
 """How a process of the training script gets samples from the data hosts.
 
 It cuts a batch into enough chunks to keep all workers of all data hosts busy, and gives each host
-as many as its workers can prepare in the same time. If a host fails or a chunk is overdue, it asks
-another host for the chunk too, if there is one, and takes the first answer.
+as many as its workers can prepare in the same time. If a chunk is overdue, it asks another host
+for the chunk too, if there is one, and takes the first answer. If a host fails, it asks again.
 """
 
 import math
@@ -27,6 +27,7 @@ MOST_CALLS = 64  # at the same time
 CHUNKS_PER_WORKER = 2  # one is prepared while another one travels
 # A chunk is overdue after 4 times its expected time (then 16 times, ...), and at least 0.5 s.
 OVERDUE, OVERDUE_SECONDS = 4, 0.5
+MAKING = 60  # hosts that answer may take this many times the timeout to make the Dataset
 GRACE_SECONDS = 1.0  # to wait for the other hosts, so that the first one does not do all the work
 PAUSE_SECONDS, LOOK_SECONDS = 0.5, 0.1  # before a host that failed, or is not ready, is asked again
 
@@ -67,7 +68,7 @@ class Fetcher:
         self.running: set[Future] = set()
         self.came: queue.SimpleQueue[tuple[DataHost, Task, Any]] = queue.SimpleQueue()
         self.since = 0.0  # when waiting began: silence before that does not count
-        self.made_at = time.monotonic()
+        self.made_at = self.ready_at = time.monotonic()  # ready_at: when a host last was ready
         fetchers.add(self)
 
     def fetch(self, whole: Chunk, is_divisible: bool, num_workers: int) -> Any:
@@ -125,10 +126,9 @@ class Fetcher:
         return [host for host in self.hosts if host.workers]
 
     def ask(self, task: Task) -> None:
-        """Ask the least busy host for a chunk, if a host is ready."""
-        hosts, samples = self.ready(), len(task.chunk.indices)
-        hosts = [host for host in hosts if host not in task.asked] or hosts
-        if hosts:
+        """Ask the least busy host for a chunk, if one is ready that is not preparing it already."""
+        samples = len(task.chunk.indices)
+        if hosts := [host for host in self.ready() if host not in task.asked]:
             usual = max(host.seconds for host in hosts) or 1.0  # for a host without any answer yet
             host = min(hosts, key=lambda host: host.load() * (host.seconds or usual))
             known = host.expected(samples) if host.seconds else self.timeout / OVERDUE
@@ -146,19 +146,24 @@ class Fetcher:
 
     def run(self, host: DataHost, task: Task) -> None:
         """Send a task to a host, and wait for the result. Runs in a thread."""
+        result: Any = None
         try:
             if not task.chunk:
                 result = host.get_dataset(self.upload, self.what)
             elif not task.is_over:
                 result = host.get_chunk(task.chunk, task.calls)
-            else:
-                result = None
         except BaseException as error:
             result = error
         self.came.put((host, task, result))
 
     def take(self) -> None:
         """Process the next result, or wait a moment for it."""
+        now, limit = time.monotonic(), MAKING * self.timeout
+        if any(host.workers for host in self.hosts):
+            self.ready_at = now
+        elif now > max(self.since, self.ready_at) + limit:
+            text = f"no data host has made the Dataset within {limit:g} s"
+            raise TimeoutError(f"{text}: does something in it hang there?")
         try:
             host, task, result = self.came.get(timeout=0.05)
         except queue.Empty:

@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,12 +15,14 @@ from typing import Any
 from feed import wire
 from feed.samples import as_error
 from feed.wire import DIED, RAISED, READY, UNKNOWN, WAITING, Reply, Request
-from feed.worker import CHUNK_SECONDS, Worker, new_process
+from feed.worker import CHUNK_SECONDS, Worker, how_it_failed, new_process
 
 ATTEMPTS = 3  # for a chunk or a Dataset whose processes die or hang
 END_SECONDS = 5.0  # for a stream's process to end by itself, once nobody reads it
 BEAT_SECONDS = 5  # between two WAITING replies
-MOST_DATASETS, MOST_MEMORY = 32, 0.4  # to keep: number; share of memory, by their pickles' size
+MOST_DATASETS = 32  # to keep, and one more for each one that is dropped, but then needed again
+MOST_MEMORY = 0.4  # share of the memory that they may take, by their pickles' size
+TELL_SECONDS = 60  # until the first line about a Dataset that is not ready
 
 
 class Copy:
@@ -29,6 +31,7 @@ class Copy:
     def __init__(self, state: int = WAITING, value: bytes = b""):
         self.state, self.value = state, value  # WAITING, then READY, or RAISED with the exception
         self.size, self.calls, self.used_at = 0, 0, time.monotonic()
+        self.came_at, self.tell_after = self.used_at, TELL_SECONDS
         self.holder: socket.socket | None = None  # to the process that has it, and forks workers
         self.is_dropped = False
 
@@ -36,10 +39,8 @@ class Copy:
         """Return whether the process that has it is alive."""
         try:
             return self.holder.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-        except BlockingIOError:
-            return True
-        except OSError:  # closed by `Front.drop`
-            return False
+        except OSError as error:  # otherwise it was closed by `Front.drop`
+            return isinstance(error, BlockingIOError)
 
 
 class Front:
@@ -48,7 +49,8 @@ class Front:
     def __init__(self, main: socket.socket, token: str, workers: int):
         self.main, self.token, self.workers, self.calls = main, token, workers, 0
         self.copies: dict[bytes, Copy] = {}  # by digest
-        self.deaths: Counter[bytes] = Counter()  # of the Datasets' processes, by digest
+        self.most, self.dropped = MOST_DATASETS, set[bytes]()  # by make_room
+        self.deaths: dict[bytes, list[str]] = {}  # of the Datasets' processes, by digest
         self.lock = threading.RLock()
         self.tasks: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         for _ in range(workers):
@@ -77,9 +79,14 @@ class Front:
     ) -> Iterator[tuple[Reply, deque]]:
         """Yield Replies with their frames: WAITING every few seconds, until the last one."""
         copy = self.copies.get(asked.dataset) or Copy(UNKNOWN)
-        if copy.state == UNKNOWN and self.deaths[asked.dataset] >= ATTEMPTS:
-            text = "the Dataset's process has died: is there enough memory for it?"
-            copy = Copy(RAISED, as_error(text))
+        deaths = self.deaths.get(asked.dataset, [])
+        if copy.state == UNKNOWN and len(deaths) >= ATTEMPTS:
+            copy = Copy(RAISED, as_error(f"the Dataset's process {deaths[-1]}"))
+        seconds = time.monotonic() - copy.came_at
+        if not asked.chunk and copy.state != RAISED and seconds > copy.tell_after:
+            copy.tell_after *= 2
+            text = f"a Dataset, {copy.size / 1e6:.1f} MB, is not ready after {seconds:.0f} s"
+            print(f"feed: {text}: it is being made, or waits for a worker", flush=True)
         if copy.state != READY:
             # A client asks for samples only after the Dataset was ready here. If it is WAITING now,
             # it was dropped, and another client is uploading it again.
@@ -121,14 +128,14 @@ class Front:
         except (OSError, EOFError) as error:
             if worker and worker.is_over:
                 return
-            how = worker.end(error) if worker else "cannot start"
+            how = how_it_failed(error)
             print(f"feed: a stream's process {how}", flush=True)
             if not copy.is_held():
-                self.drop(asked.dataset, copy, has_died=True)
+                self.drop(asked.dataset, copy, how)
             yield Reply(DIED, how.encode()), deque()
         finally:
             if worker:
-                worker.end(seconds=END_SECONDS)
+                worker.end(END_SECONDS)
 
     def mind_workers(self) -> None:
         """Have chunks prepared one by one, by one worker per Dataset. Runs in a thread."""
@@ -137,7 +144,7 @@ class Front:
             digest, copy, chunk, is_wanted, answer = self.tasks.get()
             for other in [other for other in workers if other.is_dropped]:
                 workers.pop(other).end()
-            failures: list[str] = []
+            failures = 0
             while is_wanted() and not copy.is_dropped:
                 worker = workers.get(copy)
                 try:
@@ -145,15 +152,17 @@ class Front:
                     worker.connection.send_bytes(chunk)
                     answer.put(worker.receive())
                     self.deaths.pop(digest, None)
+                    copy.tell_after = float("inf")
                     break
                 except (OSError, EOFError) as error:
-                    failures.append(workers.pop(copy).end(error) if worker else "cannot start")
-                    print(f"feed: a worker process {failures[-1]}", flush=True)
+                    failures, how = failures + 1, how_it_failed(error)
+                    print(f"feed: a worker process {how}", flush=True)
+                    if worker:
+                        workers.pop(copy).end()
                 if not copy.is_held():
-                    self.drop(digest, copy, has_died=True)
-                elif len(failures) == ATTEMPTS:
-                    how = ", ".join(failures)
-                    text = f"worker processes failed ({how}): is there enough memory for them?"
+                    self.drop(digest, copy, how)
+                elif failures == ATTEMPTS:
+                    text = f"worker processes failed {ATTEMPTS} times in a row: the last one {how}"
                     answer.put((Reply(RAISED, as_error(text)), deque()))
                     break
             if copy.is_dropped:
@@ -163,11 +172,15 @@ class Front:
         """Answer an Upload call: receive the Dataset, unless it is here or on its way."""
         nonce, digest = wire.verify(self.token, context.invocation_metadata())
         with self.lock:
-            is_known = digest in self.copies
-            copy = self.copies.setdefault(digest, Copy())
-        if is_known:
-            return wire.seal(self.token, nonce, Reply(WAITING))
-        received, payload = hashlib.sha256(), os.memfd_create("dataset")
+            if digest in self.copies:
+                return wire.seal(self.token, nonce, Reply(WAITING))
+            if digest in self.dropped:
+                self.dropped.remove(digest)
+                self.most = max(self.most, len(self.copies) + 1)
+                text = f"this host now keeps {self.most}, up to {MOST_MEMORY:.0%} of its memory"
+                print(f"feed: a Dataset is needed again that was dropped: {text}", flush=True)
+            received, payload = hashlib.sha256(), os.memfd_create("dataset")
+            copy = self.copies[digest] = Copy()
         try:
             for frame in frames:
                 os.write(payload, frame)
@@ -194,8 +207,8 @@ class Front:
             copy.holder = new_process(self.main)
             socket.send_fds(copy.holder, [b"+"], [payload])
             state, copy.value = Connection(os.dup(copy.holder.fileno())).recv()
-        except (OSError, EOFError):
-            return self.drop(digest, copy, has_died=True)
+        except (OSError, EOFError) as error:
+            return self.drop(digest, copy, how_it_failed(error))
         finally:
             os.close(payload)
         copy.state, seconds = state, time.monotonic() - began
@@ -208,21 +221,21 @@ class Front:
         """
         with self.lock:
             pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            if len(self.copies) == 2:
-                print("feed: from here on, this host has several Datasets in memory", flush=True)
             for digest, copy in sorted(self.copies.items(), key=lambda item: item[1].used_at):
                 sizes = [each.size for each in self.copies.values()]
-                if len(sizes) <= MOST_DATASETS and sum(sizes) <= MOST_MEMORY * pages:
+                if len(sizes) <= self.most and sum(sizes) <= MOST_MEMORY * pages:
                     return
                 if copy is not new and not copy.calls and copy.state != WAITING:
                     self.drop(digest, copy)
+                    self.dropped.add(digest)
 
-    def drop(self, digest: bytes, copy: Copy, has_died: bool = False) -> None:
-        """Forget a Dataset and end its processes. A client that still needs it uploads it again."""
+    def drop(self, digest: bytes, copy: Copy, how: str = "") -> None:
+        """Forget a Dataset, and how it failed. A client that still needs it uploads it again."""
         with self.lock:
             copy.is_dropped = True
             if self.copies.get(digest) is copy:
                 del self.copies[digest]
-                self.deaths[digest] += has_died
+                if how:
+                    self.deaths.setdefault(digest, []).append(how)
             if copy.holder:
                 copy.holder.close()

@@ -30,7 +30,8 @@ class RemoteDataset(Wrapper):
             starts (without workers: when an epoch starts). Or a callable that returns it, which is
             called only where samples are prepared, in each worker process.
         collate_fn: Joins batches on the data hosts. The DataLoader's must then be `as_is`.
-        timeout: Seconds. If no data host answers for so long, ConnectionError is raised.
+        timeout: Seconds. If no data host answers for so long, ConnectionError is raised; if they
+            answer, but none has made the Dataset in 60 times as long, TimeoutError.
 
     All other attributes are those of the Dataset, for reading and setting. Its exceptions are
     raised here, as with torch's own workers.

@@ -15,9 +15,11 @@ os.environ.update(  # one thread, since each worker has a core
 
 import argparse
 import contextlib
+import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +44,10 @@ def serve(its: socket.socket, main: socket.socket, address: str, token: str, wor
     import grpc  # only after the fork
 
     its.close()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker of a Dataset takes one
+    # Otherwise clients would wait for a thread that has failed. A launcher starts the server again.
+    threading.excepthook = lambda failure: (threading.__excepthook__(failure), os._exit(1))
     front, printed_at = Front(main, token, workers), [-REFUSAL_SECONDS]
 
     class TokenCheck(grpc.ServerInterceptor):
@@ -85,13 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Prepares samples of Datasets that clients send.")
     add = parser.add_argument
     at = os.environ.get("HETERO_SERVE_AT")  # set by hetero/
-    add(
-        "address",
-        metavar="HOST:PORT",
-        nargs="?",
-        default=at,
-        help="where to serve; default: HETERO_SERVE_AT",
-    )
+    add("address", metavar="HOST:PORT", nargs="?", default=at, help="default: HETERO_SERVE_AT")
     cores = len(os.sched_getaffinity(0))
     add("--workers", type=int, default=cores, help="worker processes; default: one per core")
     args = parser.parse_args()

@@ -221,7 +221,7 @@ class OpenStream:
             if self.losses >= ATTEMPTS:
                 raise RuntimeError(
                     f"a stream was lost {ATTEMPTS} times over one sample, the last time on data "
-                    f"host {self.host.address}: {lost}. Is there enough memory for it?"
+                    f"host {self.host.address}: {lost}"
                 ) from None
             if str(lost) and not isinstance(lost, Died):
                 self.fetcher.lose(self.host, str(lost))

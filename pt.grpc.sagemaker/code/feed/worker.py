@@ -30,15 +30,7 @@ from typing import Any
 import torch
 
 from feed.iterate import Stream, run
-from feed.samples import (
-    Chunk,
-    as_error,
-    begin,
-    make,
-    prepare,
-    stand_in_for_ranks,
-    summary,
-)
+from feed.samples import Chunk, as_error, begin, make, prepare, stand_in_for_ranks, summary
 from feed.travel import generators_of
 from feed.wire import FRAME, RAISED, READY, Reply, encode, padding
 
@@ -163,19 +155,19 @@ def serve_chunks(
 class Worker:
     """A worker process, as the process that uses gRPC sees it.
 
-    Methods raise EOFError if it has died, and BlockingIOError if it is silent for too long.
+    Methods raise EOFError or OSError if it fails: see `how_it_failed`.
     """
 
     def __init__(self, holder: socket.socket, seconds: int = MAKING_SECONDS):
         self.pipe, self.pid, self.is_over = new_process(holder), 0, False
-        self.connection = Connection(os.dup(self.pipe.fileno()))
+        self.connection = Connection(self.pipe.fileno())  # only `end` closes them
         try:
             self.allow(seconds)
             self.pid = self.connection.recv()
             self.connection.recv_bytes()
             self.allow(CHUNK_SECONDS)
-        except (OSError, EOFError) as error:
-            self.end(error)
+        except (OSError, EOFError):
+            self.end()
             raise
 
     def allow(self, seconds: int) -> None:
@@ -203,18 +195,27 @@ class Worker:
         with contextlib.suppress(OSError):  # it has been ended already
             self.pipe.shutdown(socket.SHUT_RDWR)
 
-    def end(self, error: Exception | None = None, seconds: float = 0.0) -> str:
-        """Kill it, and return what happened to it.
+    def end(self, seconds: float = 0.0) -> None:
+        """Kill it.
 
         seconds: it first gets this time to end by itself, so that its Dataset can close its files.
         """
+        self.pipe.detach()
         self.connection.close()
-        self.pipe.close()
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
-                process = os.pidfd_open(self.pid)
-                select.select([process], [], [], seconds)
+                process, ended = os.pidfd_open(self.pid), select.poll()
+                ended.register(process, select.POLLIN)
+                ended.poll(1000 * seconds)
                 signal.pidfd_send_signal(process, signal.SIGKILL)
                 os.close(process)
             self.pid = 0
-        return "hangs" if isinstance(error, BlockingIOError) else "has died"
+
+
+def how_it_failed(error: Exception) -> str:
+    """Return what has happened to a process, from the error that using it has raised."""
+    if isinstance(error, BlockingIOError):
+        return "hangs"
+    if isinstance(error, (EOFError, ConnectionError)):
+        return "has died: is there enough memory for it?"
+    return f"failed: {error}"
