@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from helpers.pages import ROOT
+from helpers.pages import NOTEBOOKS, ROOT
 
 pytestmark = pytest.mark.quick
 PAGES = [
     page
-    for pattern in ("*.md", "docs/*.md", "*s/README.md", "*.sagemaker/*.md", "*.sagemaker/*.ipynb")
+    for pattern in ("*.md", "docs/*.md", "*s/README.md", "*.sagemaker/*.md")
     for page in sorted(ROOT.glob(pattern))
-]
+] + NOTEBOOKS
 # Where code words come from: folders with code, and the files beside them.
 CODE = [ROOT / "requirements.txt", ROOT / "Makefile", ROOT / "pyproject.toml"]
 CODE += [
     path
     for folder in ("shared", "*.sagemaker", "docs", "scripts", "benchmarks", "tests")
-    for pattern in ("*.py", "*.sh", "*.csv", "*.json", "*.txt", "*.ipynb")
+    for pattern in ("*.py", "*.sh", "*.csv", "*.json", "*.txt")
     for path in ROOT.glob(f"{folder}/**/{pattern}")
-]
+] + NOTEBOOKS
 # Names of Hugging Face, gymnasium, the SageMaker SDK and API, and the reader's own code.
 ELSEWHERE = re.findall(
     r"\w+",
