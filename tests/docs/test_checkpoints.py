@@ -1,4 +1,4 @@
-"""The training loops of docs/checkpoints.md, in jobs that are stopped and continued."""
+"""The training loops of docs/checkpoints.md, in jobs that are stopped, killed and continued."""
 
 import re
 from pathlib import Path
@@ -17,6 +17,7 @@ TORCH = """
 import os, signal, sys, time
 import hetero, torch
 import torch.distributed as dist
+from pathlib import Path
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 from feed import RemoteDataset
 
@@ -31,6 +32,7 @@ def tell(epoch, values):
     time.sleep(0.2)  # so that the job is stopped before it completes
     text = " ".join(f"{value:.6f}" for value in values.flatten().tolist())
     print(f"trained rank={os.environ['RANK']} {epoch=} {text}", flush=True)
+    stop_myself()
 
 dataset, device = RemoteDataset(Numbers()), torch.device("cpu")
 """
@@ -66,7 +68,6 @@ model, loader = Model(), DataLoader(dataset, batch_size=2, shuffle=True)
 """
 TRAINER = """
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -103,6 +104,7 @@ class StopOnSigterm(StopOnSigterm):
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(0.02)
         print(f"\\ntrained step={int(self.model.optimizer.iterations)}", flush=True)
+        stop_myself()
         super().on_train_batch_end(batch, logs)
 """
 
@@ -111,21 +113,46 @@ def groups_of(ranks: int) -> dict:
     return {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", ranks)}
 
 
+NEVER = "\ndef stop_myself():\n    pass\n"
+# The process tells itself to stop, and ends where it writes the 101st byte to a file, as if killed.
+IN_THE_SAVE = """
+import os, resource, signal, sys
+
+def stop_myself():
+    os.kill(os.getpid(), signal.SIGTERM)
+    if "lightning" not in sys.modules:
+        end_at_100_bytes()
+
+def end_at_100_bytes():
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+# Lightning writes to /tmp, which is another disk in a container. Then it copies.
+os.environ["TMPDIR"] = "/dev/shm"
+sys.addaudithook(lambda event, _: event == "shutil.move" and end_at_100_bytes())
+"""
+
+
 def stop_and_continue(jobs: Jobs, script: str, folder: Path, ranks: int) -> list[list[str]]:
-    """Return what a job trains on until it is stopped, and then its successor."""
+    """Return what a job trains on until it is stopped, and then its successor.
+
+    A job between the two continues as well, but is killed while it saves its own checkpoint.
+    """
     bucket = f"checkpoints-{folder.name}".replace("_", "-").lower()
     boto3.client("s3").create_bucket(Bucket=bucket)
     goes_on = {"checkpoint_config": CheckpointConfig(s3_uri=f"s3://{bucket}/checkpoints")}
-    told = []
-    for is_stopped in (True, False):
-        job = start_programs(jobs, script, serve=None, groups=groups_of(ranks), **goes_on)
-        if is_stopped:
+    told, ends = [], {"Stopped": NEVER, "Failed": IN_THE_SAVE, "Completed": NEVER}
+    for end, prelude in ends.items():
+        job = start_programs(jobs, prelude + script, serve=None, groups=groups_of(ranks), **goes_on)
+        if end == "Stopped":
             jobs.wait_for_log(job.name, "trained ", times=2 * ranks + 2, seconds=100)
             job.stop()
         ended = jobs.wait(job.name)
-        expected = "Stopped" if is_stopped else "Completed"
-        assert ended["TrainingJobStatus"] == expected, ended.get("FailureReason")
-        told.append(sorted(line for line in job.log() if line.startswith("trained ")))
+        assert ended["TrainingJobStatus"] == end, ended.get("FailureReason")
+        if end == "Failed":
+            print(ended["FailureReason"], *job.log(), sep="\n")
+        else:
+            told.append(sorted(line for line in job.log() if line.startswith("trained ")))
     return told
 
 

@@ -26,7 +26,7 @@ CODE += [
 ELSEWHERE = re.findall(
     r"\w+",
     """
-    ACCELERATE_USE_CPU get_train_dataloader keep_in_memory final_obs
+    ACCELERATE_USE_CPU get_train_dataloader keep_in_memory final_obs save_total_limit
     RemoteDebugConfig TrainingPlanArn enable_remote_debug with_remote_debug_config
     volume_size_in_gb enable_network_isolation s3_data_source security_group_ids
     enable_inter_container_traffic_encryption encrypt_inter_container_traffic

@@ -83,6 +83,8 @@ def test_a_notebook_that_fails_says_why_and_is_kept(repository: Path):
     assert "so far" in (repository / "any.sagemaker" / "executed-any.html").read_text()
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(900)  # it runs hello world twice
 def test_what_it_says_to_open_has_its_links_and_pictures_and_runs_again(tmp_path: Path):
     """Hello world, in a copy of the repository. Run again, it is still hello world."""
     copy_repository(tmp_path)
