@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets, most needed first
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
-demo: $(environment) ## run the notebooks on this machine, without an AWS account; results in build/
+demo: $(environment) ## run the notebooks on this machine, without an AWS account; results beside them
 	@$(python) scripts/demo.py
 
 lab: $(environment) ## open JupyterLab on the environment
@@ -63,7 +63,7 @@ aws: $(environment) ## run the notebooks on AWS: shows the cost, and asks before
 	@$(python) -m scripts.aws
 
 clean: ## remove everything that make has created, including the environment
-	rm -rf .venv .containers build .pytest_cache .ruff_cache
+	rm -rf .venv .containers build *.sagemaker/executed-* .pytest_cache .ruff_cache
 	find . \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
 # The script writes the stamp itself when everything has been installed.

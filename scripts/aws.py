@@ -195,9 +195,10 @@ def run(file: Path, role: str) -> int:
     try:
         for path in NOTEBOOKS:
             say(f"\n{path.relative_to(ROOT)}")
-            executed[path] = notebook = nbformat.read(path, as_version=4)
+            notebook = nbformat.read(path, as_version=4)
             first = nbformat.v4.new_code_cell(FIRST_CELL.format(root=str(ROOT), file=str(file)))
             notebook.cells.insert(0, first)
+            executed[path] = notebook
             execute(notebook, path.parent)
     except BaseException as error:  # whatever happens, stop the jobs
         ignore_signals()
@@ -205,9 +206,10 @@ def run(file: Path, role: str) -> int:
         say(f"\n{failure}")
     ignore_signals()
     stopped_all = stop(file)
+    say("\nThe executed notebooks:")
     for path, notebook in executed.items():  # before writing the page, which calls AWS and may fail
-        save(notebook, path)
-    say(f"\nThe executed notebooks: {BUILD}")
+        del notebook.cells[0]  # the first cell: it would refuse to start jobs after this run
+        say(f"  {save(notebook, path)}")
     shown = {path.stem: "\n".join(comparison(notebook)) for path, notebook in executed.items()}
     region, role_name, names = region_of(file), role.rpartition("/")[2], started.read().split()
     page, failed = results.write(region, role_name, names, shown, failure)

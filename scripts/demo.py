@@ -1,7 +1,8 @@
 """Run every example notebook from top to bottom on this machine, as `make demo` does.
 
-Each notebook runs in its own folder with its own kernel. The executed copy is written to build/, as
-a notebook and as a web page. The output of cells tagged `comparison` is printed at the end.
+Each notebook runs in its own folder with its own kernel. The executed copy is written next to it,
+also as a web page, so its links and pictures work, and it can be run again. The output of cells
+tagged `comparison` is printed at the end.
 """
 
 import importlib.util
@@ -24,12 +25,19 @@ from nbconvert import HTMLExporter
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 KERNEL_LOG = BUILD / "kernel.log"
+EXECUTED = "executed-"  # begins the names of the executed copies; git ignores these files
 SIGN_OF_LIFE_SECONDS = 15
 QUIET_PERCENT = 5  # of the CPU time: when other processes take more, main() warns; our choice
 NEEDED = {  # packages that only the notebooks in these folders need
     "pt.grpc.sagemaker": ["torch", "grpc"],
     "tf.data.service.sagemaker": ["tensorflow"],
 }
+
+
+def notebooks() -> list[Path]:
+    """Return the paths of the notebooks, without those of executed copies."""
+    found = sorted(ROOT.glob("*.sagemaker/*.ipynb"))
+    return [path for path in found if not path.name.startswith(EXECUTED)]
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path) -> None:
@@ -75,16 +83,19 @@ def signs_of_life(what: str, started: float) -> Iterator[None]:
 
 
 def save(notebook: nbformat.NotebookNode, path: Path) -> Path:
-    """Write the executed notebook to build/ as .ipynb and .html; return the web page's path.
+    """Write an executed copy of the notebook at `path`, as .ipynb and .html, next to it.
 
-    The page contains the images of the notebook's folder, so you can share it as a single file.
+    The web page contains the images, so you can share it as a single file.
+
+    Returns:
+        The path of the executed notebook, relative to the repository.
     """
-    nbformat.write(notebook, BUILD / path.name)
+    copy = path.with_name(EXECUTED + path.name)
+    nbformat.write(notebook, copy)
     resources = {"metadata": {"name": path.stem, "path": str(path.parent)}}
     html, _ = HTMLExporter(embed_images=True).from_notebook_node(notebook, resources)
-    page = (BUILD / path.name).with_suffix(".html")
-    page.write_text(html, encoding="utf-8")
-    return page
+    copy.with_suffix(".html").write_text(html, encoding="utf-8")
+    return copy.relative_to(ROOT)
 
 
 def reason(error: BaseException) -> str:
@@ -122,7 +133,7 @@ def main() -> int:
     BUILD.mkdir(exist_ok=True)
     taken_before, total_before = taken_by_others()
     executed = {}
-    for path in sorted(ROOT.glob("*.sagemaker/*.ipynb")):
+    for path in notebooks():
         print(f"\n{path.relative_to(ROOT)}", flush=True)
         needed = NEEDED.get(path.parent.name, [])
         if absent := [name for name in needed if not importlib.util.find_spec(name)]:
@@ -137,9 +148,9 @@ def main() -> int:
             return 1
         executed[save(notebook, path)] = notebook
 
-    for page, notebook in executed.items():
+    for copy, notebook in executed.items():
         if text := "\n".join(comparison(notebook)):
-            print(f"\n{page.stem}: comparison\n\n{text}")
+            print(f"\n{copy.stem.removeprefix(EXECUTED)}: comparison\n\n{text}")
     taken, total = taken_by_others()
     percent = 100 * (taken - taken_before) / (total - total_before)
     if percent > QUIET_PERCENT:
@@ -147,9 +158,10 @@ def main() -> int:
             f"\nOther processes took {percent:.0f} % of the CPU time. This made the times above "
             "longer, some more than others. For reliable times, use a quiet machine."
         )
-    print("\nThe executed notebooks, with figures:")
-    for page in executed:
-        print(f"  {page}")
+    print("\nThe executed notebooks. You can open them with `make lab`, and run them again there:")
+    for copy in executed:
+        print(f"  {copy}")
+    print("Next to each is a web page with the same content (.html).")
     return 0
 
 

@@ -6,27 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from helpers.pages import ROOT
+from helpers.pages import NOTEBOOKS, ROOT
 
 pytestmark = pytest.mark.quick
 PAGES = [
     page
-    for pattern in ("*.md", "docs/*.md", "*s/README.md", "*.sagemaker/*.md", "*.sagemaker/*.ipynb")
+    for pattern in ("*.md", "docs/*.md", "*s/README.md", "*.sagemaker/*.md")
     for page in sorted(ROOT.glob(pattern))
-]
+] + NOTEBOOKS
 # Where code words come from: folders with code, and the files beside them.
 CODE = [ROOT / "requirements.txt", ROOT / "Makefile", ROOT / "pyproject.toml"]
 CODE += [
     path
     for folder in ("shared", "*.sagemaker", "docs", "scripts", "benchmarks", "tests")
-    for pattern in ("*.py", "*.sh", "*.csv", "*.json", "*.txt", "*.ipynb")
+    for pattern in ("*.py", "*.sh", "*.csv", "*.json", "*.txt")
     for path in ROOT.glob(f"{folder}/**/{pattern}")
-]
+] + NOTEBOOKS
 # Names of Hugging Face, gymnasium, the SageMaker SDK and API, and the reader's own code.
 ELSEWHERE = re.findall(
     r"\w+",
     """
-    ACCELERATE_USE_CPU get_train_dataloader keep_in_memory final_obs
+    ACCELERATE_USE_CPU get_train_dataloader keep_in_memory final_obs save_total_limit
     RemoteDebugConfig TrainingPlanArn enable_remote_debug with_remote_debug_config
     volume_size_in_gb enable_network_isolation s3_data_source security_group_ids
     enable_inter_container_traffic_encryption encrypt_inter_container_traffic

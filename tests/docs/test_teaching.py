@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.pages import PYTORCH_NOTEBOOK, ROOT, TENSORFLOW
+from helpers.pages import PYTORCH_NOTEBOOK, ROOT, TENSORFLOW_NOTEBOOK
 
 pytestmark = pytest.mark.quick
 PRINTED = {
@@ -63,8 +63,7 @@ def test_teaching_expects_what_the_pytorch_notebook_shows():
 
 
 def test_the_workshop_solves_its_tensorflow_labs_with_that_notebooks_numbers():
-    [notebook] = TENSORFLOW.glob("*.ipynb")
-    run = numbers_of(notebook)
+    run = numbers_of(TENSORFLOW_NOTEBOOK)
     before, floor = float(run["before"]), float(run["floor"])
     assert_said(
         "workshop.md",

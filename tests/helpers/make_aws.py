@@ -101,6 +101,10 @@ class Repository:
         output = process.communicate(timeout=200)[0]
         return process.returncode, output
 
+    def executed(self, path: Path) -> Path:
+        """Return the path of the executed copy of the repository's notebook at `path`."""
+        return self.folder / path.relative_to(ROOT).with_name(f"executed-{path.name}")
+
     def page(self) -> str:
         """Return the text of the page of results."""
         [page] = (self.folder / "results").iterdir()

@@ -37,6 +37,7 @@ EXAMPLE, TENSORFLOW = ROOT / "pt.grpc.sagemaker", ROOT / "tf.data.service.sagema
 HELLO_NOTEBOOK = ROOT / "hello.world.sagemaker" / "helloworld-example.ipynb"
 PYTORCH_NOTEBOOK = EXAMPLE / "hetero-pytorch-mnist.ipynb"
 TENSORFLOW_NOTEBOOK = TENSORFLOW / "hetero-tensorflow-restnet50.ipynb"
+NOTEBOOKS = [HELLO_NOTEBOOK, PYTORCH_NOTEBOOK, TENSORFLOW_NOTEBOOK]  # `make demo` makes copies
 
 [LOCAL] = blocks_of(ROOT / "docs", "python", page="moving.md")
 [MEASURED] = blocks_of(ROOT, "python")

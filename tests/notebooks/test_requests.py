@@ -25,7 +25,7 @@ from moto.core import DEFAULT_ACCOUNT_ID
 from moto.sagemaker.models import sagemaker_backends
 
 from helpers.jobs import request
-from helpers.pages import HELLO_NOTEBOOK, PYTORCH_NOTEBOOK, ROOT, TENSORFLOW_NOTEBOOK
+from helpers.pages import HELLO_NOTEBOOK, NOTEBOOKS, PYTORCH_NOTEBOOK, TENSORFLOW_NOTEBOOK
 from helpers.permissions import TOLERATED
 from shared import monitoring
 
@@ -146,7 +146,7 @@ def test_some_ask_the_same_with_aws_small(notebook: Path, monkeypatch: pytest.Mo
     assert requests_of(notebook, "aws-small", monkeypatch) == stored
 
 
-@pytest.mark.parametrize("notebook", sorted(ROOT.glob("*.sagemaker/*.ipynb")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_only_the_first_cell_and_the_table_of_sizes_know_the_target(notebook: Path):
     cells = [c for c in nbformat.read(notebook, as_version=4).cells if c.cell_type == "code"]
     lines = [line for cell in cells[1:] for line in cell.source.splitlines() if "TARGET" in line]

@@ -10,9 +10,8 @@ import pytest
 from sagemaker.core.training.configs import Compute, InputData, SourceCode
 from sagemaker.train import ModelTrainer
 
-from helpers.pages import PYTORCH_NOTEBOOK, ROOT
+from helpers.pages import NOTEBOOKS, PYTORCH_NOTEBOOK
 
-NOTEBOOKS = sorted(ROOT.glob("*.sagemaker/*.ipynb"))
 PRINTED = [
     """print('To stop it: boto3.client("sagemaker").stop_training_job(')""",
     """print(f'    TrainingJobName="{name}")')""",

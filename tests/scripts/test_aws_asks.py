@@ -10,8 +10,8 @@ import nbformat
 import pytest
 
 from helpers.make_aws import service_quotas
-from helpers.pages import ROOT
-from scripts import aws, results
+from helpers.pages import NOTEBOOKS
+from scripts import aws, demo, results
 
 HELLO, PYTORCH, TENSORFLOW = aws.NOTEBOOKS
 
@@ -88,7 +88,7 @@ def test_it_starts_only_for_somebody_who_says_yes(refusal, monkeypatch: pytest.M
 
 def test_the_plan_is_what_the_notebooks_ask_for():
     """The plan is read from tests/notebooks/requests/, which test_requests.py keeps correct."""
-    assert sorted(aws.NOTEBOOKS) == sorted(ROOT.glob("*.sagemaker/*.ipynb"))
+    assert sorted(aws.NOTEBOOKS) == sorted(NOTEBOOKS) == demo.notebooks()
     names = [name for name, _ in aws.planned()]
     assert len(names) == len(set(names)) >= 8
     hello = nbformat.read(HELLO, as_version=4)

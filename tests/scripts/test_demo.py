@@ -1,18 +1,21 @@
 """`make demo`, apart from its notebooks: two runs at once, a second run, Ctrl-C, a failure."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import nbformat
 import psutil
 import pytest
+from nbclient import NotebookClient
 
-from helpers.pages import ROOT
+from helpers.pages import HELLO_NOTEBOOK, NOTEBOOKS, ROOT, copy_repository
 
 SAY_AND_WAIT = """
 import os, time
@@ -55,8 +58,8 @@ def test_two_at_once_and_one_more(repository: Path):
             output = demo.communicate(timeout=100)[0]
             assert demo.returncode == 0, output
             assert "any: comparison\n\n42\n" in output
-            assert f"{repository}/build/any.html" in output
-    assert "42" in (repository / "build" / "any.html").read_text()
+            assert "  any.sagemaker/executed-any.ipynb\n" in output
+    assert "42" in (repository / "any.sagemaker" / "executed-any.html").read_text()
 
 
 def test_ctrl_c_ends_the_kernel_too(repository: Path):
@@ -76,4 +79,29 @@ def test_a_notebook_that_fails_says_why_and_is_kept(repository: Path):
     output = demo.communicate(timeout=100)[0]
     assert demo.returncode == 1
     assert "any.ipynb failed: ZeroDivisionError: division by zero" in output
-    assert "so far" in (repository / "build" / "any.html").read_text()
+    assert "The notebook up to this error: any.sagemaker/executed-any.ipynb" in output
+    assert "so far" in (repository / "any.sagemaker" / "executed-any.html").read_text()
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)  # it runs hello world twice
+def test_what_it_says_to_open_has_its_links_and_pictures_and_runs_again(tmp_path: Path):
+    """Hello world, in a copy of the repository. Run again, it is still hello world."""
+    copy_repository(tmp_path)
+    for path in NOTEBOOKS:
+        if path != HELLO_NOTEBOOK:
+            nbformat.write(nbformat.v4.new_notebook(), tmp_path / path.relative_to(ROOT))
+    demo = subprocess.run([sys.executable, "scripts/demo.py"], cwd=tmp_path, stdout=PIPE, text=True)
+    [hello] = [tmp_path / name for name in re.findall(r"^  (\S*hello\S*)$", demo.stdout, re.M)]
+    notebook = nbformat.read(hello, as_version=4)
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    links = re.findall(r"\]\(([^)\s#]+)", text)
+    links += re.findall(
+        r'<(?:a|img)\b[^>]* (?:href|src)="([^"#]+)', hello.with_suffix(".html").read_text()
+    )
+    assert len(links) > 10
+    assert not [link for link in links if ":" not in link and not (hello.parent / link).exists()]
+    # As JupyterLab does, in the notebook's folder.
+    resources = {"metadata": {"path": str(hello.parent)}}
+    NotebookClient(notebook, timeout=300, resources=resources).execute()
+    assert demo.returncode == 0
