@@ -257,8 +257,7 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
             for host in hosts:
                 if host.exit_code is None:
                     sample_cpu(host, events)
-            if all(host.exit_code is None for host in hosts):
-                others.sample(events)
+            others.sample(events)
     events.write(
         end=cause,
         failed_host=first_failed.name if first_failed else None,
