@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
-import psutil
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbconvert import HTMLExporter
@@ -27,7 +26,6 @@ BUILD = ROOT / "build"
 KERNEL_LOG = BUILD / "kernel.log"
 EXECUTED = "executed-"  # begins the names of the executed copies; git ignores these files
 SIGN_OF_LIFE_SECONDS = 15
-QUIET_PERCENT = 5  # of the CPU time: when other processes take more, main() warns; our choice
 NEEDED = {  # packages that only the notebooks in these folders need
     "pt.grpc.sagemaker": ["torch", "grpc"],
     "tf.data.service.sagemaker": ["tensorflow"],
@@ -119,19 +117,10 @@ def comparison(notebook: nbformat.NotebookNode) -> Iterator[str]:
                     yield data["text/plain"]
 
 
-def taken_by_others() -> tuple[float, float]:
-    """Return the CPU seconds that other processes and other VMs took so far, and the total."""
-    times = psutil.cpu_times()  # of all cores; steal is the time that other VMs took
-    total = sum(times[:8])  # user, nice, system, idle, iowait, irq, softirq, steal
-    own = sum(os.times()[:4])  # includes child processes that have ended and been waited for
-    return total - times.idle - times.iowait - own, total
-
-
 def main() -> int:
     """Run the notebooks one after another; return 1 as soon as one fails."""
     os.environ["SAGEMAKER_TARGET"] = "local"  # overrides the shell's value: a demo costs nothing
     BUILD.mkdir(exist_ok=True)
-    taken_before, total_before = taken_by_others()
     executed = {}
     for path in notebooks():
         print(f"\n{path.relative_to(ROOT)}", flush=True)
@@ -151,13 +140,6 @@ def main() -> int:
     for copy, notebook in executed.items():
         if text := "\n".join(comparison(notebook)):
             print(f"\n{copy.stem.removeprefix(EXECUTED)}: comparison\n\n{text}")
-    taken, total = taken_by_others()
-    percent = 100 * (taken - taken_before) / (total - total_before)
-    if percent > QUIET_PERCENT:
-        print(
-            f"\nOther processes took {percent:.0f} % of the CPU time. This made the times above "
-            "longer, some more than others. For reliable times, use a quiet machine."
-        )
     print("\nThe executed notebooks. You can open them with `make lab`, and run them again there:")
     for copy in executed:
         print(f"  {copy}")

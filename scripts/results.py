@@ -131,7 +131,7 @@ def _tables(jobs: Mapping[str, Mapping[str, Any]], region: str) -> list[str]:
     types = {instance_type for run in runs.values() for instance_type in run.instances}
     table = costs.compare_runs(runs, price_region(types, region))
 
-    times = ["| job | status | instances | billed s | USD | step ms | of which waiting for data |"]
+    times = ["| job | status | instances | billed s | USD | step ms | Python waits for data, ms |"]
     times.append("|---|---|---|---|---|---|---|")
     for name, row in table.iterrows():
         cells = [name, jobs[name]["TrainingJobStatus"], row["instances"]]

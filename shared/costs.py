@@ -57,7 +57,7 @@ class Run:
     Attributes:
         instances: Number of instances by instance type.
         step_time_ms: Time of one training step, including the wait for data.
-        data_wait_ms: The part of it spent waiting for data.
+        data_wait_ms: The part of it in which Python waits for data; a GPU waits at most so long.
         samples_per_s: Samples trained per second, by all ranks together.
         billable_s: Billable time of the job.
         training_s: Training time of the job.
@@ -219,8 +219,8 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 def plot(table: pd.DataFrame, title: str, note: str = "") -> Figure:
     """Draw a comparison: the cost, and the step time, split into what data costs and the rest.
 
-    What data costs is the step time minus the step time without data. If the latter is unknown, it
-    is the time in which the training waits for data.
+    What data costs is the step time minus the step time without data. If the latter is unknown, the
+    figure shows the time in which Python waits for data. A GPU runs behind Python: it may not wait.
 
     Args:
         table: From `compare` or `compare_runs`.
@@ -235,7 +235,7 @@ def plot(table: pd.DataFrame, title: str, note: str = "") -> Figure:
     ]
     step, data = table["step time (ms)"], table["data wait (ms)"]
     cost = table["USD per 1,000 steps"]
-    labels = "training", "waiting for data"
+    labels = "the rest of a step", "waits for data (a GPU: at most)"
     if table["step without data (ms)"].notna().all():
         data = step * table["data costs (%)"] / 100
         labels = "a step without data", "what data costs"

@@ -4,26 +4,24 @@
 
 This works in loops over a DataLoader or a tf.data.Dataset; for Keras, use `measured_fit`. Copy this
 file: it needs only the standard library. A run alternates between K steps with real batches and K
-steps with one repeated batch. It prints both step times, how busy the CPUs were, what follows from
-that, and a line of JSON, which `python -m shared.advisor --log FILE` and `--job NAME` read. If this
-repository is on PYTHONPATH, it also prints which clusters would be better.
+steps with one repeated batch. It prints both step times, how busy the CPUs were, what follows, and
+a line of JSON for `python -m shared.advisor`. Do not use the trained model.
 
-While a batch is repeated, the loader fills its buffers, and real steps after that would not wait.
-So before real steps, as many batches as the buffers can hold are dropped. Nobody can say how many a
-tf.data.Dataset holds: an AUTOTUNE buffer doubles whenever it has been full and then empty. Its
-buffered batches arrive at once, so whatever arrives within the time of a few real steps is dropped.
-Filling buffers takes CPU time, so repeated steps are timed only once the buffers are full. All
-ranks must switch at the same step, so steps are counted, not timed. Do not use the trained model.
+While a batch is repeated, the loader fills its buffers, so before real steps as many batches as the
+buffers can hold are dropped. Nobody can say how many a tf.data.Dataset holds: an AUTOTUNE buffer
+doubles whenever it has been full and then empty. But its buffered batches arrive at once: what does
+within the time of a few real steps is dropped. All ranks switch at the same step, by counting them.
 
-CPU use is a percentage of the vCPUs that the process may use, whichever program uses them. In a
-container with a lower limit (cpu.max of cgroups), it is the percentage of that limit that the
-container uses; then pass a type with that many vCPUs as instance_type. It is known only on Linux.
+Scripts have a rhythm, such as an evaluation every N steps. So a random number of untimed steps
+comes before each K steps. If the script itself takes over three times as long as usual for a step,
+the excess is left out, except for what accelerators needed to finish the steps before.
 """
 
 import atexit
 import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -34,8 +32,8 @@ from copy import copy
 from dataclasses import dataclass
 from http.client import HTTPException
 from importlib.util import find_spec
-from itertools import cycle, islice, pairwise, takewhile
-from math import ceil, isnan, lcm, nan
+from itertools import cycle, islice, repeat, takewhile
+from math import ceil, inf, isnan, lcm, nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,12 +41,10 @@ from typing import Any
 MIN_CYCLES = 3
 MOST_CYCLES = 5  # for a tf.data.Dataset, whose AUTOTUNE buffers may double in each cycle
 WORTH_PERCENT = 10  # if data costs a smaller share of a step, there is little to gain
-CPU_BOUND_PERCENT = 80  # if the CPUs are less busy than this, something else is the bottleneck
+BUSY_PERCENT = 80  # CPUs or GPUs that are less busy than this are not the bottleneck
 ADVICE_SECONDS = 60  # timeout for the advisor, so that the program always ends
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 NOTICE = "measured: this run is for measuring, as batches are dropped and repeated"
-# At its start and end: time in s, busy CPU ticks, all CPU ticks (with a CPU limit: microseconds).
-Stretch = list[tuple[float, int, int]]
 _loops: dict[int, "MeasuredLoop"] = {}
 
 
@@ -62,12 +58,10 @@ def measured(
 ) -> "MeasuredLoop":
     """Iterate over `loader` and measure; a call for the next epoch continues the measurement.
 
-    An epoch has at most len(loader) steps. Rank 0 prints the result when the program ends.
-
     Args:
-        loader: The loader that training takes its batches from.
-        steps: Print the result after this many steps, but at least MIN_CYCLES cycles; later batches
-            are unchanged. For notebooks and programs that end with os._exit.
+        loader: What training takes its batches from. An epoch has at most len(loader) steps.
+        steps: Rank 0 prints the result after this many steps, but at least MIN_CYCLES cycles. By
+            default, it does so when the program ends: too late in notebooks and with os._exit.
         buffer: How many batches the loader can hold ready. Needed if it is neither a DataLoader nor
             a tf.data.Dataset, or if it is a Dataset that holds more than 40.
         accumulation: Over how many steps gradients are accumulated for one weight update.
@@ -76,12 +70,10 @@ def measured(
     Raises:
         ValueError: it is unknown how many batches the loader can hold ready, or a number is wrong.
     """
-    if id(loader) not in _loops:  # which keeps the loader alive: no other loader can get its id
-        workers = getattr(loader, "num_workers", None)
-        if buffer is None and workers == 0:
-            buffer = 0
-        elif buffer is None and workers and getattr(loader, "prefetch_factor", None):
-            buffer = loader.prefetch_factor * workers + 2
+    if id(loader) not in _loops:
+        workers, each = (getattr(loader, name, None) for name in ("num_workers", "prefetch_factor"))
+        if buffer is None and (workers == 0 or (workers and each)):
+            buffer = workers and each * workers + 2
         if buffer is None and not (hasattr(loader, "cardinality") and hasattr(loader, "repeat")):
             raise ValueError(
                 f"Cannot tell how many batches this {type(loader).__name__} can hold ready: call "
@@ -91,7 +83,7 @@ def measured(
             raise ValueError("buffer must be 0 or more, and accumulation 1 or more")
         workers = workers or (8 if buffer is None else buffer // 2)
         loop = MeasuredLoop(loader, steps, buffer, workers, accumulation, instance_type)
-        _loops[id(loader)] = loop
+        _loops[id(loader)] = loop  # which keeps the loader alive: no other can get its id
         if not loop.reported:
             print(NOTICE, flush=True)
         atexit.register(loop.report)
@@ -114,10 +106,11 @@ class MeasuredLoop:
         unit = lcm(max(1, self.workers), self.accumulation)
         self.stretch = unit * ceil(max(10, 5 * self.workers) / unit)
         self.settling = max(2, self.workers)  # untimed steps, until the pace is steady
-        if self.buffer is None:
-            most = 2 * MOST_CYCLES * (self.settling + self.stretch)
-            self.steps = min(self.steps or most, most)
+        self.steps = self.steps or sys.maxsize
+        self.most = MOST_CYCLES if self.buffer is None else sys.maxsize
+        self.untimed = random.Random(0)  # the same on all ranks; the script's generators stay alone
         self.done = self.left = 0  # steps: in total, and remaining in this epoch
+        self.own: list[float] = []  # seconds that the script took for each step
         self.seconds = 0.0  # step time in the last stretch with real batches
         self.real, self.repeated = [], []  # stretches
         self.reported = _rank() > 0  # ask now: the process group may be gone at the end
@@ -137,9 +130,9 @@ class MeasuredLoop:
             if not self.reported:
                 print(f"measured: epochs of {self.left} batches are too short: {least} are needed")
             self.reported = True
-            yield from self._steps(batches, self.left)
+            yield from islice(batches, self.left)
             return
-        while not self.steps or self.done < self.steps or len(self.repeated) < MIN_CYCLES:
+        while (n := len(self.repeated)) < MIN_CYCLES or (n < self.most and self.done < self.steps):
             if len(self.real) == len(self.repeated):
                 source, stretches, ready = batches, self.real, islice(batches, self.buffer)
                 if self.buffer is None:
@@ -148,26 +141,40 @@ class MeasuredLoop:
                 deque(ready, maxlen=0)  # drop what the loader has ready
             else:
                 source, stretches = map(_fresh, cycle(list(islice(batches, 1)))), self.repeated
-                # The loader needs at most a real step's time for a batch, so this pause fills its
-                # buffers. No rank takes a step meanwhile.
-                holds = self.stretch if self.buffer is None else self.buffer
-                time.sleep(holds * self.seconds)
-            yield from self._steps(source, self.settling)
-            sample, before = _sample(self.loader), self.done
-            yield from self._steps(source, self.stretch)
-            if self.done - before < self.stretch:
+                # This fills the loader's buffers: a batch takes it at most a real step's time.
+                time.sleep(self.seconds * (self.stretch if self.buffer is None else self.buffer))
+            yield from self._stretch(source, stretches, least)
+            if len(self.own) < self.stretch:
                 return  # the epoch is over: the next one starts with a stretch of the same kind
-            stretches.append([sample, _sample(self.loader)])
-            (start, *_), (end, *_) = self.real[-1]
-            self.seconds = (end - start) / self.stretch
+            self.seconds = self.real[-1][0] / self.stretch
         self.report()
-        yield from self._steps(batches, self.left)
+        yield from islice(batches, self.left)
+
+    def _stretch(self, source: Iterable, stretches: list, least: int) -> Iterator[Any]:
+        """Yield batches, and time the last K of them, unless the epoch ends before.
+
+        Adds (seconds, busy CPU ticks, all ticks, seconds of excess, until which step, and seconds
+        for which the accelerators still worked at the end) to `stretches`.
+        """
+        untimed = min(self.untimed.randrange(self.stretch), max(0, self.left - least))
+        yield from self._steps(source, self.settling + untimed)
+        before, self.own = _sample(self.loader), []
+        yield from self._steps(source, self.stretch)
+        if len(self.own) == self.stretch:
+            now, after, n = time.perf_counter(), _sample(self.loader), self.accumulation
+            took = [sum(self.own[i : i + n]) for i in range(0, self.stretch, n)]
+            usual = median(took)
+            long = {i: seconds - usual for i, seconds in enumerate(took, 1) if seconds > 3 * usual}
+            passed = [b - a for a, b in zip(before, after, strict=True)]
+            stretches.append((*passed, sum(long.values()), n * max([0, *long]), after[0] - now))
 
     def _steps(self, batches: Iterable, count: int) -> Iterator[Any]:
         for batch in islice(batches, min(count, self.left)):
             self.left -= 1
             self.done += 1
+            self.start = time.perf_counter()
             yield batch
+            self.own.append(time.perf_counter() - self.start)
 
     def report(self) -> None:
         """Print the result once, or how many steps and batches it would have needed."""
@@ -176,10 +183,9 @@ class MeasuredLoop:
         self.reported, once = True, self.settling + self.stretch
         if len(self.repeated) >= MIN_CYCLES:
             return _report(self.real, self.repeated, self.stretch, self.instance_type)
-        print(
-            f"measured: {self.done} steps are too few: it needs {MIN_CYCLES} x {2 * once}, in "
-            f"epochs of at least {max((self.buffer or 0) + once, 2 * once)} batches"
-        )
+        least = max((self.buffer or 0) + once, 2 * once)
+        needs = f"{MIN_CYCLES} x {2 * (once + self.stretch)}, in epochs of at least {least} batches"
+        print(f"measured: {self.done} steps are too few: it needs {needs}")
 
 
 def measured_fit(
@@ -197,9 +203,8 @@ def measured_fit(
         model: A compiled model.
         dataset: A tf.data.Dataset of batches, or a keras.utils.PyDataset.
         stretch: Steps in each of the five timed stretches.
-        settling: Untimed steps before them: 1 + how many batches the dataset can hold ready.
-        instance_type: As in `measured`.
-        **settings: Other arguments of model.fit, except epochs.
+        settling: Untimed steps before each: 1 + how many batches the dataset can hold ready.
+        instance_type, **settings: As in `measured`; other arguments of model.fit, except epochs.
 
     Raises:
         TypeError: the data is already in memory, as arrays.
@@ -215,22 +220,25 @@ def measured_fit(
         raise ValueError("measured_fit: compile the model with steps_per_execution=1 to measure it")
     if _rank() == 0:
         print(NOTICE, flush=True)
-    callbacks, last = settings.pop("callbacks", []), settling + 5 * stretch
+    callbacks, keras = settings.pop("callbacks", []), sys.modules["tensorflow"].keras
+    last = MOST_CYCLES * (settling + 2 * stretch)
 
-    def timed(batches: Any, **length: int) -> list[Stretch]:
-        samples: Stretch = []
-        steps = iter(range(1, last + 1))  # Keras numbers the batches of each epoch from 0
+    def timed(batches: Any, **length: int) -> list[tuple]:
+        loop, found = MeasuredLoop(dataset, 0, 0, 0, 1, ""), []
+        loop.stretch, loop.settling, loop.left = stretch, settling, sys.maxsize
+        steps = (step for _ in range(MOST_CYCLES) for step in loop._stretch(repeat(1), found, 0))
 
-        def look(*_: Any, **__: Any) -> None:
-            step = next(steps, last)
-            if step >= settling and (step - settling) % stretch == 0:
-                samples.append(_sample(dataset))
-            model.stop_training = step >= last
+        def begin(*_: Any, **__: Any) -> None:
+            loop.start = time.perf_counter()  # so only the other callbacks count as the script
 
-        clock = sys.modules["tensorflow"].keras.callbacks.LambdaCallback(on_train_batch_end=look)
-        clock._supports_tf_logs = True  # otherwise Keras 2 waits for the GPU in each step
-        model.fit(batches, callbacks=[*callbacks, clock], **(settings | length))
-        return [*pairwise(samples)]
+        def end(*_: Any, **__: Any) -> None:
+            model.stop_training = not next(steps, False)
+
+        next(steps)
+        clocks = [keras.callbacks.LambdaCallback(on_train_batch_end=call) for call in (begin, end)]
+        clocks[0]._supports_tf_logs = clocks[1]._supports_tf_logs = True  # or Keras 2 would sync
+        model.fit(batches, callbacks=[clocks[0], *callbacks, clocks[1]], **(settings | length))
+        return found
 
     if hasattr(dataset, "cardinality"):
         real = timed(dataset.repeat(), epochs=1, steps_per_epoch=last)
@@ -273,27 +281,19 @@ def _sample(loader: Any) -> tuple[float, int, int]:
 
 
 def _limit() -> tuple[float, int] | None:
-    """Return the container's CPU limit in cores and the CPU time used in microseconds, or None.
-
-    Takes the lowest limit of this process's cgroup and all its parents: a container may see its own
-    cgroup at the root, while the process's path exists only on the host.
-    """
-    limits = []
-    rows = OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []
-    rows = [row.split(":", 2) for row in rows]  # 0::/a, or 4:cpu,cpuacct:/a
-    for kinds, own in ((kinds, Path(path.lstrip("/"))) for _, kinds, path in rows):
+    """Return the container's lowest CPU limit in cores, and its CPU time in microseconds."""
+    limits, rows = [], OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []
+    for _, kinds, path in (row.split(":", 2) for row in rows):  # 0::/a, or 4:cpu,cpuacct:/a
+        names = "{}/cpu.max {}/cpu.stat"  # version 2: quota, period, the word usage_usec, its value
+        if kinds:
+            names = "cpu/{}/cpu.cfs_quota_us cpu/{}/cpu.cfs_period_us cpuacct/{}/cpuacct.usage"
+        own = Path(path.lstrip("/"))
         for folder in (own, *own.parents) if {"", "cpu"} & {*kinds.split(",")} else ():
             with contextlib.suppress(OSError):  # the cgroup does not exist here, or has no limits
-                if not kinds:  # version 2
-                    quota, period = (CGROUPS / folder / "cpu.max").read_text().split()
-                    used = int((CGROUPS / folder / "cpu.stat").read_text().split()[1])  # usage_usec
-                else:
-                    quota = (CGROUPS / "cpu" / folder / "cpu.cfs_quota_us").read_text()
-                    period = (CGROUPS / "cpu" / folder / "cpu.cfs_period_us").read_text()
-                    usage = (CGROUPS / "cpuacct" / folder / "cpuacct.usage").read_text()
-                    used = int(usage) // 1000
+                texts = [(CGROUPS / name.format(folder)).read_text() for name in names.split()]
+                quota, period, *_, used = " ".join(texts).split()[: 3 if kinds else 4]
                 if quota != "max" and 0 < int(quota) < int(period) * len(os.sched_getaffinity(0)):
-                    limits.append((int(quota) / int(period), used))
+                    limits.append((int(quota) / int(period), int(used) // (1000 if kinds else 1)))
     return min(limits, default=None)
 
 
@@ -302,28 +302,22 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
     if _rank() > 0:
         return
     step_ms, spread, cpu = _summary(real, steps)
-    floor_ms, floor_spread, training_cpu = _summary(repeated, steps)
+    floor_ms, floor_spread, floor_cpu = _summary(repeated, steps)
     costs = max(0.0, 100 * (1 - floor_ms / step_ms))
     verdict = "CPU-bound: more vCPUs for each GPU make it faster"
     if round(costs) < WORTH_PERCENT:  # as it is printed
         verdict = "not CPU-bound: there is little to gain"
-    elif round(cpu, 0) < CPU_BOUND_PERCENT:
+    elif round(cpu, 0) < BUSY_PERCENT:
         verdict = "not CPU-bound: check the number of data workers, the storage and the network"
-    use = f"{cpu:.0f} %, without data {training_cpu:.0f} %"
-    use = "not known" if isnan(cpu + training_cpu) else use
+    use = "not known" if isnan(cpu + floor_cpu) else f"{cpu:.0f} %, without data {floor_cpu:.0f} %"
     known_type, count, machine = _machine()
     if limit := _limit():  # the instance has more
         known_type, machine = "", f"{limit[0]:g} cores (the container's limit) of {machine}"
-    numbers = {
-        "step_ms": step_ms,
-        "accelerator_ms": floor_ms,
-        "cpu_percent": cpu,
-        "training_cpu_percent": training_cpu,
-        "instance_type": instance_type or known_type,
-        "count": count,
-        "source": f"Measured in one run on {machine}: medians of {len(repeated)} stretches of "
-        f"{steps} steps, {spread} with real batches, {floor_spread} with a repeated one",
-    }
+    source = f"Measured in one run on {machine}: medians of {len(repeated)} stretches of "
+    source += f"{steps} steps, {spread} with real batches, {floor_spread} with a repeated one"
+    numbers = {"step_ms": step_ms, "accelerator_ms": floor_ms, "training_cpu_percent": floor_cpu}
+    numbers |= {"cpu_percent": cpu, "instance_type": instance_type or known_type}
+    numbers |= {"count": count, "source": source}
     line = json.dumps({"measured": {k: v for k, v in numbers.items() if v != "" and v == v}})  # nan
     print(
         f"step time     {step_ms:.1f} ms ({spread})\nwithout data  {floor_ms:.1f} ms "
@@ -335,8 +329,13 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
 
 def _summary(stretches: list, steps: int) -> tuple[float, str, float]:
     """Return the median step time in ms, its range, and CPU use in percent (nan if unknown)."""
-    times = [1000 * (end[0] - start[0]) / steps for start, end in stretches]
-    busy, ticks = (sum(end[i] - start[i] for start, end in stretches) for i in (1, 2))
+    disturbed = [stretch for stretch in stretches if stretch[4]]
+    rest = sum(steps - stretch[4] for stretch in disturbed)
+    lag = sum(stretch[5] for stretch in disturbed) / rest if rest else inf  # of a step
+    pauses = [max(0.0, stretch[3] - lag * stretch[4]) for stretch in stretches]
+    times = [1000 * (s[0] - pause) / steps for s, pause in zip(stretches, pauses, strict=True)]
+    calm = [s for s, pause in zip(stretches, pauses, strict=True) if not pause] or stretches
+    busy, ticks = (sum(stretch[i] for stretch in calm) for i in (1, 2))
     percent = min(100.0, 100 * busy / ticks) if ticks else nan  # a limit holds on average only
     return median(times), f"{min(times):.1f} to {max(times):.1f} ms", percent
 

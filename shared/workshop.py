@@ -13,9 +13,11 @@ from os import sched_getaffinity
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import psutil
 
-from shared.monitoring.bottleneck import LEAST_WAIT_PERCENT, wait_percent
+from shared.measured import WORTH_PERCENT
+from shared.monitoring.bottleneck import wait_percent
 from shared.monitoring.describe import describe
 from shared.monitoring.log import GrowingLog, hosts_of, logged, step_table, steps
 
@@ -39,8 +41,14 @@ class Verdict:
         return self.text
 
 
-def check_waiting(waiting_percent: Any, held_up_by: Any, job_name: str) -> Verdict:
-    """Lab 1: how much of a step does the job spend waiting for data, and what holds it up?"""
+def check_waiting(
+    waiting_percent: Any, held_up_by: Any, job_name: str, synthetic_job: str
+) -> Verdict:
+    """Lab 1: how much of a step does the job spend waiting for data, and what holds it up?
+
+    What holds it up follows from what data costs: a GPU, which runs behind Python, may be busy
+    while Python waits.
+    """
     if waiting_percent is None or held_up_by is None:
         return Verdict(False, WAITING)
     if not is_number(waiting_percent):
@@ -57,16 +65,24 @@ def check_waiting(waiting_percent: Any, held_up_by: Any, job_name: str) -> Verdi
         else:
             hint = "Divide data_wait_ms by step_time_ms, for a typical line of the log."
         return _not_yet(hint)
-    if held_up_by != ("data" if truth >= LEAST_WAIT_PERCENT else "training"):
+    step, floor, costs = _data_costs(table, synthetic_job)
+    if held_up_by != ("data" if round(costs) >= WORTH_PERCENT else "training"):
         return _not_yet(
-            f"The percentage is right, but the conclusion is not. Below {LEAST_WAIT_PERCENT} %, "
-            "faster data would gain little; above it, you pay for an idle accelerator."
+            "The percentage is right, but the conclusion is not: how much shorter is a step "
+            f"without data? If by less than {WORTH_PERCENT} %, faster data would gain little."
         )
     return Verdict(
         True,
-        f"Right: the job waits for {truth:.0f} % of a step (median of all {len(table)} lines), so "
-        f"the {held_up_by} holds it up. Answers within {POINTS} points are accepted.",
+        f"Right: the job waits for {truth:.0f} % of a step (median of all {len(table)} lines). A "
+        f"step takes {step:.1f} ms, and {floor:.1f} ms without data, so the {held_up_by} holds it "
+        f"up. Answers within {POINTS} points are accepted.",
     )
+
+
+def _data_costs(table: pd.DataFrame, synthetic_job: str) -> tuple[float, float, float]:
+    """Return the step time, that without data, and what percentage of a step data costs."""
+    step, floor = (t["step_time_ms"].median() for t in (table, steps(synthetic_job)))
+    return step, floor, 100 * (1 - floor / step)
 
 
 def check_data_costs(costs_percent: Any, job_name: str, synthetic_job: str) -> Verdict:
@@ -76,8 +92,7 @@ def check_data_costs(costs_percent: Any, job_name: str, synthetic_job: str) -> V
     if not is_number(costs_percent):
         return _not_yet(f"costs_percent must be a number such as 12.5, not {costs_percent!r}.")
     table = steps(job_name)
-    step, floor = table["step_time_ms"].median(), steps(synthetic_job)["step_time_ms"].median()
-    truth = 100 * (1 - floor / step)
+    step, floor, truth = _data_costs(table, synthetic_job)
     if abs(costs_percent - truth) <= POINTS:
         return Verdict(
             True,

@@ -17,9 +17,9 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from shared.advisor.prediction import RANK_GB_PER_S, Measured
 from shared.advisor.report import plot, shortlist
-from shared.advisor.sources import from_numbers, measure, numbers_in
+from shared.advisor.sources import from_numbers, measure
 from shared.advisor.verdict import advise
-from shared.commands import reader_may_leave
+from shared.commands import numbers_in, reader_may_leave
 
 
 def main(arguments: list[str] | None = None) -> None:

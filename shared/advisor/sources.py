@@ -1,31 +1,12 @@
 """Where a job's numbers come from: the line that measured.py prints, or two training jobs."""
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import nan
 from typing import Any
 
 from shared.advisor.prediction import Measured
+from shared.commands import numbers_in
 from shared.measured import NOTICE
-
-NUMBERS = '{"measured": '  # how measured.py's line of numbers begins
-
-
-def numbers_in(lines: Iterable[str]) -> dict[str, Any]:
-    """Find the line of numbers that measured.py printed to a log, the last if there are several.
-
-    Returns:
-        The numbers for `from_numbers`; empty if there is no such line.
-
-    Raises:
-        ValueError: the line is incomplete.
-    """
-    found = [start + rest for _, start, rest in (line.partition(NUMBERS) for line in lines)]
-    text = next((text for text in reversed(found) if text), "")
-    try:  # raw_decode ignores what follows on the line, such as a color code
-        return json.JSONDecoder().raw_decode(text)[0]["measured"] if text else {}
-    except ValueError:
-        raise ValueError(f"The line of numbers is incomplete: {text.strip()[:60]}...") from None
 
 
 def from_numbers(numbers: Mapping[str, Any]) -> Measured:

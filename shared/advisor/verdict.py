@@ -33,7 +33,7 @@ from shared.advisor.report import (
     saving,
     step_time,
 )
-from shared.measured import CPU_BOUND_PERCENT, WORTH_PERCENT
+from shared.measured import BUSY_PERCENT, WORTH_PERCENT
 
 HOW_MANY = "How many data hosts you need is not known without the accelerator floor."
 NEXT_SIZE = (
@@ -94,7 +94,7 @@ def _judge(
         )
     if costs < WORTH_PERCENT:
         return STAY, "", [*reasons, "Not CPU-bound: there is little to gain."]
-    if busy < CPU_BOUND_PERCENT:
+    if busy < BUSY_PERCENT:
         reasons.append(
             f"The CPUs are only {busy:.0f} % busy, so they are not the bottleneck: check the "
             "number of data workers, the storage and the network before you add CPUs."

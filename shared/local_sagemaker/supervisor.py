@@ -35,6 +35,7 @@ import psutil
 
 SECONDS_FROM_SIGTERM_TO_SIGKILL = 120
 CPU_SAMPLE_SECONDS = 1.0
+OTHERS = "other programs"  # the "host" that stands for the machine's other programs
 SECONDS_TO_DRAIN = 2.0
 LINE_END = re.compile(rb"\r?\n|\r")  # progress bars, such as tqdm's, print `\r` at each update
 LONGEST_LINE = 128 * 1024  # bytes; a longer line becomes several events
@@ -174,6 +175,29 @@ def sample_cpu(host: RunningHost, events: Events) -> None:
     events.write(host=host.name, cpu_utilization=percent, since=time.time() - period)
 
 
+class OtherPrograms:
+    """The CPU time that is neither the job's nor the kernel's, since the last sample."""
+
+    def __init__(self, hosts: list[RunningHost], kernel: Kernel):
+        self.hosts, self.own = hosts, [psutil.Process(kernel.pid), psutil.Process()]
+        self.last = self.now()
+
+    def now(self) -> tuple[float, float, float]:
+        """Return the time, and CPU seconds so far: of all others, and of all there is."""
+        times = psutil.cpu_times()  # of all cores; steal is the time that other VMs took
+        total = sum(times[:8])  # user, nice, system, idle, iowait, irq, softirq, steal
+        ours = sum(sum(process.cpu_times()[:2]) for process in self.own)
+        ours += sum(host.cpu_seconds for host in self.hosts)
+        return time.time(), total - times.idle - times.iowait - ours, total
+
+    def sample(self, events: Events) -> None:
+        """Write their CPU use since the last sample, where 100 % is the whole machine."""
+        before, self.last = self.last, self.now()
+        others, total = (self.last[i] - before[i] for i in (1, 2))
+        if total:
+            events.write(host=OTHERS, cpu_utilization=100 * others / total, since=before[0])
+
+
 def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
     """Run the job to its end, write the `end` event and return True; return False if told to quit.
 
@@ -191,6 +215,7 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
             events.write(end="failed", failed_host=host_plan["name"], exit_code=COMMAND_NOT_FOUND)
             return True
     os.sched_setaffinity(0, plan["supervisor_cores"])
+    others = OtherPrograms(hosts, kernel)
     next_sample = time.monotonic() + CPU_SAMPLE_SECONDS
 
     while any(host.exit_code is None or host.output_open for host in hosts):
@@ -232,6 +257,7 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
             for host in hosts:
                 if host.exit_code is None:
                     sample_cpu(host, events)
+            others.sample(events)
     events.write(
         end=cause,
         failed_host=first_failed.name if first_failed else None,

@@ -9,7 +9,7 @@ type. Hosts that share a core, with each other or with other programs, cannot re
 no GPU: if an instance type has one, the host's cores stand in for it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from math import isnan, nan
 from operator import methodcaller
@@ -18,22 +18,23 @@ from typing import Any
 import pandas as pd
 
 from shared import prices
+from shared.commands import numbers_in
+from shared.measured import BUSY_PERCENT, WORTH_PERCENT
 from shared.monitoring.describe import ask, describe
 from shared.monitoring.log import hosts_of, logs, step_table, steps
 
 UNITS = {"CPU": "vcpus", "GPU": "gpus"}  # CloudWatch's names, and those in prices.csv
-
-# SageMaker Debugger's rule CPUBottleneck uses the same threshold ("cpu_threshold", default 90:
-# docs.aws.amazon.com/sagemaker/latest/dg/debugger-built-in-profiler-rules.html).
-LIMIT_PERCENT = 90
+OTHERS = "other programs"  # in place of a host's name: the CPU use of this machine's other programs
+QUIET_PERCENT = 5  # our choice: if other programs take more of the CPU time, times are not reliable
 LOCAL_ROLE = ":role/LocalSageMakerRole"  # the role of every local job, and of no job on AWS
 LATE = "they come once a minute, a few minutes late"
-LEAST_WAIT_PERCENT = 10  # our choice: if data costs less of a step, it is no bottleneck
 RULE = (
-    f"Bottleneck: a group's CPUs that are at least {LIMIT_PERCENT} % busy, on average from the "
-    f"first step line to the last,\nif data costs at least {LEAST_WAIT_PERCENT} % of a step. "
-    "Otherwise, GPUs that are as busy are the limit, as they should be."
+    f"Bottleneck: a group's CPUs that are at least {BUSY_PERCENT} % busy, on average from the "
+    f"first step line to the last,\nif data costs at least {WORTH_PERCENT} % of a step (if that is "
+    "not known: perhaps, if it can cost as much). Otherwise, GPUs that\nare as busy are the limit, "
+    "as they should be."
 )
+UNKNOWN = "What data costs is not known: `measured` finds it (docs/when.md)."
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,11 @@ class Observed:
         use: Utilisation in percent of the instance, as a series over time (UTC), by (host, "CPU"
             or "GPU"). A series is empty if CloudWatch has no values. Its values are nan if the
             number of vCPUs or GPUs is not known, or is 0.
-        without_data_ms: Step time of the same job without data; nan if not known.
+        without_data_ms: Step time of the same job without data, from another job, or from the
+            line that measured.py printed in this one; nan if not known.
+        with_data_ms: The step time to compare it with; nan if that is the median of `steps`.
+        others: The CPU use of other programs on this machine, in percent of all its cores, over
+            time. Empty for jobs on AWS.
     """
 
     description: dict[str, Any]
@@ -60,6 +65,8 @@ class Observed:
     hosts: pd.DataFrame
     use: dict[tuple[str, str], pd.Series]
     without_data_ms: float = nan
+    with_data_ms: float = nan
+    others: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
 
     def plays_gpu(self, host: str) -> bool:
         """Whether the host is local, and its cores stand in for the GPU of its instance type.
@@ -78,10 +85,11 @@ def observe(job_name: str, synthetic_job: str | None = None) -> Observed:
     Raises:
         ValueError: there is no such job, or it has no log (yet).
     """
-    without_data_ms = nan
-    if synthetic_job:
-        without_data_ms = steps(synthetic_job)["step_time_ms"].median()
     description, lines = describe(job_name), logs(job_name)
+    numbers = numbers_in(line.text for line in lines)
+    pair = numbers.get("accelerator_ms", nan), numbers.get("step_ms", nan)
+    if synthetic_job:
+        pair = steps(synthetic_job)["step_time_ms"].median(), nan
     config = description["ResourceConfig"]
     sizes = {price.instance_type: (price.vcpus or nan, price.gpus) for price in prices.load()}
     groups = config.get("InstanceGroups") or []
@@ -98,8 +106,8 @@ def observe(job_name: str, synthetic_job: str | None = None) -> Observed:
         for row in hosts
         for unit, count in UNITS.items()
     }
-    table = step_table(lines)
-    return Observed(description, start, end, table, pd.DataFrame(hosts), use, without_data_ms)
+    table, others = step_table(lines), _use(f"{job_name}/{OTHERS}", "CPU", 1, start, end)
+    return Observed(description, start, end, table, pd.DataFrame(hosts), use, *pair, others)
 
 
 def _use(host: str, unit: str, count: float, start: datetime, end: datetime) -> pd.Series:
@@ -183,11 +191,20 @@ def _length(times: pd.Series) -> timedelta:
     return timedelta(minutes=1) if len(times) == 1 else times.diff().min()
 
 
-def wait_percent(steps: pd.DataFrame) -> float:
-    """Compute what percentage of the step time is spent waiting for data; nan if not known.
+def others_percent(seen: Observed) -> float:
+    """Compute how much of this machine's CPU time other programs took during the training.
 
-    Both times are medians. Data can cost more than this wait: workers that share the cores with
-    the training also slow down its steps. The advisor counts the whole cost.
+    nan for jobs on AWS, whose hosts run nothing else.
+    """
+    return _average(seen.others, seen.steps)
+
+
+def wait_percent(steps: pd.DataFrame) -> float:
+    """Compute for what percentage of a step Python waits for data; nan if not known.
+
+    Both times are medians. Data may cost less: CUDA runs behind Python, so a GPU can be busy with
+    earlier steps meanwhile. And it may cost more: workers that share the cores with the training
+    also slow down its steps.
     """
     if "data_wait_ms" not in steps:
         return nan
@@ -195,15 +212,23 @@ def wait_percent(steps: pd.DataFrame) -> float:
 
 
 def data_percent(seen: Observed) -> float:
-    """Compute what percentage of a step data costs; nan if not known.
-
-    This is the step time minus the step time without data. If the latter is not known, it is the
-    time that the training waits for data.
-    """
+    """Compute what percentage of a step data costs; nan if the step time without it is unknown."""
     if isnan(seen.without_data_ms):
-        return wait_percent(seen.steps)
-    step_ms = seen.steps["step_time_ms"].median()
+        return nan
+    step_ms = seen.with_data_ms
+    if isnan(step_ms):
+        step_ms = seen.steps["step_time_ms"].median()
     return max(0.0, 100 * (1 - seen.without_data_ms / step_ms))
+
+
+def idle_percent(seen: Observed) -> float:
+    """Compute for what percentage of a step accelerators wait for data at most; nan if unknown.
+
+    That is while Python waits, and while no GPU of the hosts that train is in use.
+    """
+    trains = averages(seen).set_index("host")["GPU (%)"].reindex(seen.steps.get("host", []))
+    known = [wait_percent(seen.steps), 100 - trains.mean()]
+    return min((percent for percent in known if not isnan(percent)), default=nan)
 
 
 def find(seen: Observed) -> dict[tuple[str, str], float]:
@@ -213,19 +238,33 @@ def find(seen: Observed) -> dict[tuple[str, str], float]:
     """
     costs, hosts = data_percent(seen), averages(seen)
     trainers = set() if seen.steps.empty else set(seen.steps["host"])
-    cpus_count = isnan(costs) or costs >= LEAST_WAIT_PERCENT
+    most = idle_percent(seen) if isnan(costs) else costs
+    cpus_count = isnan(most) or round(most) >= WORTH_PERCENT  # as it is printed
     cpus, gpus = {}, {}
     for group, members in hosts.groupby("group"):
         percents = {unit: members[f"{unit} (%)"].mean() for unit in UNITS}
         if all(map(seen.plays_gpu, members["host"])):
             # If other hosts prepare the data, these cores only stand in for the GPU.
             both = set(hosts["host"]) <= trainers
-            percents = {"CPU" if both and cpus_count else "GPU": percents["CPU"]}
-        if cpus_count and percents.get("CPU", 0) >= LIMIT_PERCENT:
+            percents = {"CPU" if both and (cpus_count or isnan(costs)) else "GPU": percents["CPU"]}
+        if cpus_count and is_busy(percents.get("CPU", 0)):
             cpus[group, "CPU"] = percents["CPU"]
-        if percents.get("GPU", 0) >= LIMIT_PERCENT:
+        if is_busy(percents.get("GPU", 0)):
             gpus[group, "GPU"] = percents["GPU"]
     return cpus or gpus
+
+
+def is_busy(percent: float) -> bool:
+    """Whether CPUs or GPUs are as busy as a bottleneck is; as it is printed, so rounded."""
+    return not isnan(percent) and round(percent) >= BUSY_PERCENT
+
+
+def disturbed(percent: float) -> str:
+    """Say what it means that other programs took `percent` of the CPU time."""
+    return (
+        f"{OTHERS.capitalize()} took {percent:.0f} % of this machine's CPU time, which makes steps "
+        "longer, some more than others: use a quiet machine."
+    )
 
 
 def missing(seen: Observed) -> str:
@@ -246,10 +285,12 @@ def missing(seen: Observed) -> str:
 
 def verdict(seen: Observed) -> str:
     """Say in a few sentences what the bottleneck is."""
-    costs, found = data_percent(seen), find(seen)
-    waits = "" if isnan(costs) else f"; the training waits for data for {costs:.0f} % of a step"
-    if not isnan(seen.without_data_ms):
-        waits = f"; data costs {costs:.0f} % of a step"
+    costs, most, found = data_percent(seen), idle_percent(seen), find(seen)
+    waits = f"; data costs {costs:.0f} % of a step"
+    perhaps = "perhaps " if isnan(costs) else ""
+    if isnan(costs):
+        waits = f"; the training waits for data for at most {most:.0f} % of a step"
+        waits = "" if isnan(most) else waits
     unknown = seen.hosts["instance type"][seen.hosts["vcpus"].isna()].unique()
     if not len(unknown) and averages(seen)[["CPU (%)", "GPU (%)"]].isna().all(axis=None):
         return (
@@ -259,21 +300,26 @@ def verdict(seen: Observed) -> str:
     absent = missing(seen)
     playing = [host for host in seen.hosts["host"] if seen.plays_gpu(host)]
     what = " and ".join(f"the {u}s of {group} ({p:.0f} % busy)" for (group, u), p in found.items())
+    matters = round(most if isnan(costs) else costs, 0) >= WORTH_PERCENT  # False for nan
     if any(unit == "CPU" for _, unit in found):
-        text = f"Bottleneck: {what}{waits}."
+        text = f"Bottleneck: {perhaps}{what}{waits}."
     elif found:
-        as_it_should = ", as it should be" if not costs >= LEAST_WAIT_PERCENT else ""
+        as_it_should = "" if matters else ", as it should be"
         text = f"The limit: {what}{as_it_should}{waits}."
     elif len(unknown) or absent:
         text = f"Bottleneck: unknown{waits}."
-    elif costs >= LEAST_WAIT_PERCENT:
-        others = "other programs on this machine, " if playing else ""
+    elif matters:
+        others = f"{OTHERS} on this machine, " if playing else ""
         text = (
             f"Bottleneck: none of these CPUs and GPUs{waits}. Look at {others}the network, the "
             "storage, and the number of workers."
         )
     else:
-        text = f"Bottleneck: none{waits}."
+        text = f"Bottleneck: none{' seen' if isnan(costs) else ''}{waits}."
+    if isnan(costs) and not seen.steps.empty:
+        text += f" {UNKNOWN}"
+    if others_percent(seen) > QUIET_PERCENT:
+        text += f" {disturbed(others_percent(seen))}"
     if playing:
         text += f" There is no GPU here: the cores of {', '.join(playing)} stand in for it."
     if len(unknown):

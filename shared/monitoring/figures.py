@@ -23,10 +23,11 @@ def plot_steps(job_names: Mapping[str, str], synthetic_job: str | None = None) -
     Args:
         job_names: Names of the jobs by label.
         synthetic_job: The same job without data. Data costs the difference from its step time. If
-            this is not given, the figure shows the time that the training waits for data instead.
+            this is not given, the figure shows the time that Python waits for data instead. A GPU,
+            which runs behind Python, may not wait at all.
     """
     fig, panels = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True, layout="constrained")
-    costs, floor = "Time waiting for data", 0.0
+    costs, floor = "Python's wait for data (a GPU waits at most so long)", 0.0
     if synthetic_job:
         costs, floor = "Time that data costs", steps(synthetic_job)["step_time_ms"].median()
         panels[0].axhline(floor, color="0.35", ls="--", label="a step without data")
@@ -57,7 +58,8 @@ def plot_job(job_name: str, synthetic_job: str | None = None) -> Figure:
 
     100 % is the whole instance. The hosts of the bottleneck are marked; the rule for it,
     `bottleneck.RULE`, is below the figure. If synthetic_job, the same job without data, is given,
-    the figure shows how much of a step data costs; otherwise, how long the training waits for data.
+    or if the job's script used measured.py, the figure shows how much of a step data costs;
+    otherwise, for how much of it the training waits for data at most.
 
     Raises:
         ValueError: there is no such job, or it has no log (yet).
@@ -139,7 +141,7 @@ def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: 
         first_and_last = _elapsed(seen, seen.steps["time"].iloc[[0, -1]])
         panel.axvspan(*first_and_last, color=background, zorder=0, label="first to last step line")
     panel.set_ylim(0, 105)
-    limit = bottleneck.LIMIT_PERCENT
+    limit = bottleneck.BUSY_PERCENT
     panel.axhline(limit, color="0.4", ls=":", label=f"{limit} %")
     panel.set_yticks([0, 50, 100])
     panel.set_ylabel("% of instance", fontsize=11)
@@ -151,19 +153,27 @@ def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: 
 
 def _judgement(unit: str, percent: float, marked: set[str], seen: bottleneck.Observed) -> str:
     """Return what to add to the percentage, according to bottleneck.RULE."""
+    costs, most = bottleneck.data_percent(seen), bottleneck.idle_percent(seen)
     if unit in marked:
-        return " = BOTTLENECK" if unit == "CPU" else " = the limit"
-    is_busy = unit == "CPU" and percent >= bottleneck.LIMIT_PERCENT
-    if is_busy and bottleneck.data_percent(seen) < bottleneck.LEAST_WAIT_PERCENT:
-        return f", but data costs less than {bottleneck.LEAST_WAIT_PERCENT} % of a step"
+        bottlenecks = " = BOTTLENECK, perhaps" if pd.isna(costs) else " = BOTTLENECK"
+        return bottlenecks if unit == "CPU" else " = the limit"
+    if unit == "CPU" and bottleneck.is_busy(percent):
+        least = bottleneck.WORTH_PERCENT
+        if round(costs, 0) < least:  # False for nan
+            return f", but data costs less than {least} % of a step"
+        if round(most, 0) < least:
+            return f", but the training waits for data for less than {least} % of a step"
     return ""
 
 
 def _draw_steps(panel: Axes, seen: bottleneck.Observed) -> None:
-    """Draw the step time, the time waiting for data, and the step time without data if known."""
+    """Draw the step time, Python's wait for data, and the step time without data if known."""
     times = pd.Series(_elapsed(seen, seen.steps["time"]))
     median = seen.steps["step_time_ms"].median()
-    series = {"step_time_ms": ("0.25", "step time"), "data_wait_ms": (COLOURS[1], "waits for data")}
+    series = {
+        "step_time_ms": ("0.25", "step time"),
+        "data_wait_ms": (COLOURS[1], "Python waits for data"),
+    }
     for rows in seen.steps.groupby("host").groups.values():
         for key, (colour, label) in series.items():
             if key in seen.steps:
@@ -172,9 +182,10 @@ def _draw_steps(panel: Axes, seen: bottleneck.Observed) -> None:
     said, costs = f"median {median:.1f} ms", bottleneck.data_percent(seen)
     if not pd.isna(seen.without_data_ms):
         panel.axhline(seen.without_data_ms, color="0.35", ls="--", label="a step without data")
-        said += f", {seen.without_data_ms:.1f} without data: data costs {costs:.0f} %"
-    elif not pd.isna(costs):
-        said += f", {costs:.0f} % of it waiting for data"
+        compared = "" if pd.isna(seen.with_data_ms) else f"; measured: {seen.with_data_ms:.1f} ms"
+        said += f"{compared}, {seen.without_data_ms:.1f} without data: data costs {costs:.0f} %"
+    elif not pd.isna(most := bottleneck.idle_percent(seen)):
+        said += f", at most {most:.0f} % of it waiting for data"
     panel.set_ylim(0, 1.15 * seen.steps["step_time_ms"].max())
     panel.set_ylabel("ms", fontsize=11)
     panel.set_title("Step time", loc="left", fontsize=12)

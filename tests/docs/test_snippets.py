@@ -103,7 +103,7 @@ def test_flowchart_says_the_same_as_the_advisor():
         code for language, code in blocks(ROOT / "docs" / "when.md") if language == "mermaid"
     ]
     numbers = [int(number) for number in re.findall(r"(\d+) %", chart)]
-    expected = [measured.WORTH_PERCENT, measured.CPU_BOUND_PERCENT, *2 * [prediction.NEAR_PERCENT]]
+    expected = [measured.WORTH_PERCENT, measured.BUSY_PERCENT, *2 * [prediction.NEAR_PERCENT]]
     assert numbers == expected
     edges = re.findall(r"(\w)(?:\[.*?\])? -->\|(yes|no)\| (\w)(?:\[(.*?)\])?", chart)
     asked = {start for start, *_ in edges}

@@ -2,12 +2,12 @@
 
 import json
 
-from shared.advisor import sources
+from shared.commands import NUMBERS
 
 
 def numbers(printed: str) -> dict:
     """Return the numbers in the line of JSON."""
-    [line] = [line for line in printed.splitlines() if line.startswith(sources.NUMBERS)]
+    [line] = [line for line in printed.splitlines() if line.startswith(NUMBERS)]
     return json.loads(line)["measured"]
 
 

@@ -150,11 +150,11 @@ END = "broken_job, killed_at, heterogeneous_job)"
 @pytest.mark.parametrize(
     "call, hint",
     [
-        ("check_waiting(None, 'data', homogeneous_job)", workshop.WAITING),
-        ("check_waiting('49 %', 'data', homogeneous_job)", "a number such as 12.5, not '49 %'"),
-        (f"check_waiting({TRUE_WAIT}, 'CPU', homogeneous_job)", "'data' or 'training', not 'CPU'"),
-        (f"check_waiting({TRUE_WAIT}, 'training', homogeneous_job)", "the conclusion is not"),
-        (f"check_waiting({TRUE_WAIT} + 500, 'data', homogeneous_job)", "Divide data_wait_ms"),
+        (f"check_waiting(None, 'data', {BOTH}", workshop.WAITING),
+        (f"check_waiting('49 %', 'data', {BOTH}", "a number such as 12.5, not '49 %'"),
+        (f"check_waiting({TRUE_WAIT}, 'CPU', {BOTH}", "'data' or 'training', not 'CPU'"),
+        (f"check_waiting({TRUE_WAIT}, 'training', {BOTH}", "the conclusion is not"),
+        (f"check_waiting({TRUE_WAIT} + 500, 'data', {BOTH}", "Divide data_wait_ms"),
         (f"check_prediction(None, {PREDICTED}", workshop.WAITING),
         (f"check_prediction('fast', {PREDICTED}", "a number of milliseconds, not 'fast'"),
         ("check_prediction(1, 0.5, heterogeneous_job, synthetic_job, cores)", "whole number"),
@@ -192,7 +192,7 @@ def test_wrong_answers_get_a_hint(lab: Lab, call: str, hint: str):
 
 def test_answers_within_the_tolerance_are_right(lab: Lab):
     for call in (
-        f"check_waiting({TRUE_WAIT} - 9, 'data', homogeneous_job)",
+        f"check_waiting({TRUE_WAIT} - 9, 'data', {BOTH}",
         f"check_prediction(1.09 * predicted_ms, {PREDICTED}",
         f"check_data_costs(100 * (1 - {FLOOR} / {STEP}) + 9, {BOTH}",
     ):

@@ -6,13 +6,9 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import boto3
-import nbformat
-import numpy as np
-import pandas as pd
 import pytest
 
 from helpers.jobs import READ_CONFIG, TWO_GROUPS, Jobs, group, request
-from helpers.pages import ROOT
 from shared import monitoring
 from shared.local_sagemaker import job
 from shared.monitoring import log
@@ -123,20 +119,3 @@ def test_the_wait_for_hosts_that_print_nothing_has_an_end(
     with pytest.raises(ValueError, match="There is no log"):  # the second call does not wait again
         monitoring.logs("silent")
     assert time.time() - ended < 2
-
-
-@pytest.mark.parametrize("cpu", [{}, {"CPU (%)": [np.nan, 90.0]}])
-@pytest.mark.parametrize(
-    "notebook", sorted(ROOT.glob("*.sagemaker/hetero-*.ipynb")), ids=lambda p: p.stem
-)
-def test_notebooks_draw_no_conclusion_from_values_that_are_not_there_yet(notebook, cpu, capsys):
-    """Without any value `utilisation` has no column; with those of one host, the others are nan."""
-    cells = nbformat.read(notebook, as_version=4).cells
-    (source,) = [cell.source for cell in cells if "of what was possible" in cell.source]
-    hosts = pd.DataFrame({"group": ["data_group", "dnn_group"], **cpu})
-    steps = pd.DataFrame({"data_wait_ms": [75.0], "step_time_ms": [100.0]})
-    seen = SimpleNamespace(steps=lambda _: steps, utilisation=lambda _: hosts)
-    table = {"step time (ms)": [1000.0, 100.0]}
-    exec(source, {"monitoring": seen, "np": np, "table": table, "heterogeneous_job": "any"})
-    said = capsys.readouterr().out
-    assert said.startswith("CloudWatch lacks values of the data hosts.") and "%" not in said

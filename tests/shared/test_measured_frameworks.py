@@ -177,6 +177,29 @@ def test_keras_fit_as_two_jobs_find_it(capsys):
     pytest.fail(capsys.readouterr().out)
 
 
+@pytest.mark.thorough
+def test_keras_callbacks_may_pause_at_a_rhythm(capsys):
+    import tensorflow as tf
+    from tensorflow.python.data.experimental.ops import testing  # its sleep takes no CPU time
+
+    dataset = tf.data.Dataset.from_tensors(([[1.0, 2.0]], [[3.0]])).repeat()
+    dataset = dataset.apply(testing.sleep(40_000)).prefetch(1)
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile(loss="mse")
+
+    def work(batch, logs):
+        time.sleep(0.015 + 0.4 * (batch % 6 == 5))  # five steps, and one with an evaluation
+
+    work = tf.keras.callbacks.LambdaCallback(on_train_batch_end=work)
+    for _ in range(8):  # now and then a machine is too busy even for that
+        module.measured_fit(model, dataset, callbacks=[work], verbose=0)
+        found = numbers(capsys.readouterr().out)
+        # After a pause, one or two batches are ready: four or five of six steps take 40 ms.
+        if 15 < found["accelerator_ms"] < 22 and 30 < found["step_ms"] < 42:
+            return
+    pytest.fail(f"{found}")
+
+
 def test_keras_fit_of_a_python_dataset_and_of_arrays(capsys):
     """A PyDataset prepares batches when fit asks for them."""
     import numpy as np
