@@ -129,9 +129,7 @@ def test_the_local_sagemaker_measures_what_other_programs_take(jobs: Jobs):
     assert busy > 40 / cores and (busy > quiet + 20 / cores or quiet > 30)
 
 
-@pytest.mark.parametrize(
-    "notebook", [PYTORCH_NOTEBOOK, TENSORFLOW_NOTEBOOK], ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("notebook", [PYTORCH_NOTEBOOK, TENSORFLOW_NOTEBOOK], ids=lambda p: p.stem)
 def test_notebooks_and_the_benchmark_leave_it_to_this_one_function(notebook):
     text = notebook.read_text()
     assert "print(outcome.judge(homogeneous_job, heterogeneous_job, synthetic_job, cores))" in text
