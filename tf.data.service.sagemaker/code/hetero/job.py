@@ -4,7 +4,6 @@ import asyncio
 import atexit
 import contextlib
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -93,7 +92,6 @@ def run(
         os.environ.update(proxy_exceptions(cluster), PYTHONPATH=os.pathsep.join(folders))
         os.environ["HETERO_DATA_HOSTS"] = ",".join(servers)
         completed, reason = asyncio.run(take_part(plan))
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes too late to change the outcome
     except Exception as error:  # for example, the port is in use
         traceback.print_exc()
         where, what = cluster.where(cluster.host), f"{type(error).__name__}: {error}"

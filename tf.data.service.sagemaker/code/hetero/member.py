@@ -86,6 +86,9 @@ class Member:
         await self.stop_all()
         if self.writer:
             self.writer.close()
+        for number in (signal.SIGCHLD, signal.SIGTERM):  # asyncio, as it closes, would print errors
+            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes too late to change the outcome
         return word["end"]
 
     async def join(self) -> asyncio.StreamReader:
