@@ -43,7 +43,9 @@ COPIED = "tests/pt.grpc.sagemaker/test_feed.py"
 OTHER = "tests/shared/test_costs.py"
 
 
-def run_ci(folder: Path, fails_in: dict[str, tuple], count: int = 1) -> subprocess.CompletedProcess:
+def run_ci(
+    folder: Path, fails_in: dict[str, tuple], count: int = 1, **environment: str
+) -> subprocess.CompletedProcess:
     """Run .ci/run in a project whose test files fail in these of their runs."""
     shutil.copytree(ROOT / ".ci", folder / ".ci")
     (folder / ".venv").symlink_to(sys.prefix)
@@ -57,9 +59,8 @@ def run_ci(folder: Path, fails_in: dict[str, tuple], count: int = 1) -> subproce
     return subprocess.run(
         [folder / ".ci" / "run"],
         # Without the variables that make and pytest have set for this test.
-        env={
-            k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "MAKE", "MFLAGS"))
-        },
+        env={k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "MAKE", "MFLAGS"))}
+        | environment,
         capture_output=True,
         text=True,
         timeout=200,
@@ -76,9 +77,10 @@ def test_what_fails_once_is_run_again_and_named_last(tmp_path: Path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (runs(tmp_path, COPIED), runs(tmp_path, OTHER)) == (1 + 5, 1 + 1)
     assert (tmp_path / "endings").read_text() == "1\n5,a rank hangs\n"
-    last = ended.stdout.splitlines()[-5:]
-    assert last[:2] == ["containers", "Tests that failed and were run again alone: 3"]
-    assert sorted(last[2:]) == ["a rank hangs", *(f"{n}::test_toy[0]" for n in (COPIED, OTHER))]
+    said = ended.stdout.splitlines()
+    assert "versions" in said and "containers" in said
+    assert said[-4] == "Tests that failed and were run again alone: 3"
+    assert sorted(said[-3:]) == ["a rank hangs", *(f"{n}::test_toy[0]" for n in (COPIED, OTHER))]
 
 
 def test_one_failure_in_five_runs_alone_is_enough_for_what_people_copy(tmp_path: Path):
@@ -93,3 +95,13 @@ def test_many_failures_are_no_chance(tmp_path: Path):
     assert ended.returncode != 0
     assert runs(tmp_path, OTHER) == 1
     assert "11 tests failed, too many to run again" in ended.stderr
+
+
+def test_what_does_not_fit_into_the_time_is_left_out_and_named(tmp_path: Path):
+    ended = run_ci(tmp_path, {OTHER: ()}, CI_SECONDS="0")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert not (tmp_path / "endings").exists()
+    assert ended.stdout.splitlines()[-2:] == [
+        "Left out, because this machine is slow: make versions; make containers; make thorough;",
+        "Tests that failed and were run again alone: 0",
+    ]
