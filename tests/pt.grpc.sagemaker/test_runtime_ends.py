@@ -192,7 +192,7 @@ def test_a_server_beside_the_training_may_end_and_never_outlives_it(jobs: Jobs):
         "import hetero, time\ncluster = hetero.read_cluster()\nprint(cluster.group, flush=True)\n"
         "time.sleep(0 if (cluster.group, cluster.rank) == ('dnn_group', 0) else 100)"
     )
-    train = "import time\ntime.sleep(10)\nprint('trained')"
+    train = "import time\ntime.sleep(20)\nprint('trained')"
     log = log_of(jobs, train, "--spare-cores 1", serve)
     assert log.count("dnn_group") == 5 and log.count("trained") == 2
     said = r"hetero: On .* \(dnn_group\), feed.server exited with status 0, 4 times\. It will not"
@@ -316,7 +316,7 @@ def test_a_host_with_another_token_says_so_at_once(jobs: Jobs):
     started = time.monotonic()
     said = reason_of(jobs, SLEEP, files={"launcher.py": launcher + MAIN})
     assert "refused, wrong token" in said
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - started < 60  # hosts would wait 600 s for others
 
 
 GREET = """

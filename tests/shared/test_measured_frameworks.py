@@ -100,7 +100,7 @@ def test_pytorch_script_as_two_jobs_find_it(capsys, workers, data, step):
     )
     assert with_one_line != MNIST
     for _ in range(8):  # now and then a machine is too busy even for that
-        train_mnist(with_one_line, loader(75), step)
+        train_mnist(with_one_line, loader(150), step)
         found = numbers(capsys.readouterr().out)
         step_ms = train_mnist(MNIST, loader(40), step)
         if close(found, step_ms, train_mnist(MNIST, OneBatch(loader(1)), step)):
