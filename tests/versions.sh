@@ -25,12 +25,12 @@ copy() {
 
 # install_oldest PYTHON: make the environment with the oldest versions, for the loader's tests only.
 install_oldest() {
-    [ ! -e .venv/.ready ] || return 0
+    local needs=pt.grpc.sagemaker/code/requirements.txt
+    [ .venv/.ready -nt $needs ] && [ .venv/.ready -nt tests/versions.sh ] && return
+    sed 's/>=\([^,]*\).*/==\1/' $needs >oldest.txt
     "$1" -m venv --clear .venv &&
-        "$uv" pip install -q --python .venv/bin/python --resolution lowest-direct \
-            --index-strategy unsafe-best-match "torch==$oldest_torch" numpy==1.26.4 \
-            -r pt.grpc.sagemaker/code/requirements.txt &&
-        "$uv" pip install -q --python .venv/bin/python pillow psutil pytest pytest-timeout pytest-xdist nbval &&
+        .venv/bin/python -m pip install -q "torch==$oldest_torch" numpy==1.26.4 -r oldest.txt \
+            nbval pillow psutil pytest pytest-timeout pytest-xdist &&
         touch .venv/.ready
 }
 
@@ -39,7 +39,7 @@ run() {
         { [ -n "${CI:-}" ] && .venv/bin/python .ci/retry.py; }
 }
 
-uv=$PWD/.venv/bin/uv failed=0
+failed=0
 for version in ${*:-$supported oldest}; do
     [ "$version" != "$own" ] || [ $# -gt 0 ] || continue
     number=${version/oldest/$oldest_python}

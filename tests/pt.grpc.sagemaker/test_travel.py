@@ -48,7 +48,7 @@ def run(folder: Path, *names: str) -> dict[str, str]:
     hosts = up(DataHost(workers=2), DataHost(workers=1))
     command = [sys.executable, __file__, folder / "outcomes", *names]
     environment = environment_of(hosts) | {"TMPDIR": str(folder)}
-    subprocess.run(command, env=environment, check=True, timeout=100)
+    subprocess.run(command, env=environment, check=True, timeout=280)
     for host in hosts:
         host.kill()
     return json.loads((folder / "outcomes").read_text())

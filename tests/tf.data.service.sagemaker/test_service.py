@@ -174,7 +174,7 @@ def run(address: str, slow: int = 0) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     return done.returncode, done.stdout.strip()
 
