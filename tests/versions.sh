@@ -29,7 +29,8 @@ install_oldest() {
     [ .venv/.ready -nt $needs ] && [ .venv/.ready -nt tests/versions.sh ] && return
     sed 's/>=\([^,]*\).*/==\1/' $needs >oldest.txt
     "$1" -m venv --clear .venv &&
-        .venv/bin/python -m pip install -q "torch==$oldest_torch" numpy==1.26.4 -r oldest.txt \
+        "$uv" pip install -q --python .venv/bin/python --index-strategy unsafe-best-match \
+            "torch==$oldest_torch" numpy==1.26.4 -r oldest.txt \
             nbval pillow psutil pytest pytest-timeout pytest-xdist &&
         touch .venv/.ready
 }
@@ -39,7 +40,7 @@ run() {
         { [ -n "${CI:-}" ] && .venv/bin/python .ci/retry.py; }
 }
 
-failed=0
+uv=$PWD/.venv/bin/uv failed=0
 for version in ${*:-$supported oldest}; do
     [ "$version" != "$own" ] || [ $# -gt 0 ] || continue
     number=${version/oldest/$oldest_python}

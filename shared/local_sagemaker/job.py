@@ -72,10 +72,10 @@ class Job(threading.Thread):
         record.training_job_status = "InProgress"
         record.model_artifacts = record.training_end_time = record.training_start_time = None
         record.secondary_status_transitions, record.final_metric_data_list = [], []
+        late = "failure_reason", "training_time_in_seconds", "billable_time_in_seconds"
+        vars(record).update(dict.fromkeys(late))  # since describe calls iterate over them
         self.enter("Starting")
-
-        # The user's thread stops and abandons the job while this thread runs it. The lock guards
-        # the status and the pipe to the supervisor.
+        # Guards the status and the pipe to the supervisor, which the user's thread uses as well.
         self.guard = threading.RLock()
         self.stop_asked = self.abandoned = self.planned = False
         # Created in the user's thread: boto3's default session is not thread-safe.

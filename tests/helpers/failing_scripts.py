@@ -169,7 +169,7 @@ SCRIPTS = {
         "1: ValueError: no number",
     ),
     "an error, and one in a thread that runs on": (
-        "import threading, time\ndef read():\n    time.sleep(0.2)\n    raise EOFError\n"
+        "import threading, time\ndef read():\n    time.sleep(3)\n    raise EOFError\n"
         "threading.Thread(target=read, name='Thread-7 (_pin_memory_loop)').start()\n"
         "raise ValueError('no number')",
         "1: ValueError: no number",
