@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import venv
 from datetime import datetime, timedelta
@@ -87,6 +88,15 @@ def test_each_host_sees_what_aws_would_show_it(jobs: Jobs):
         assert config["current_host"] in groups[config["current_group_name"]]["hosts"]
         kind = {"a": "ml.c5.xlarge", "b": "ml.m5.xlarge"}[config["current_group_name"]]
         assert config["current_instance_type"] == kind
+
+
+def test_a_job_s_record_gets_no_new_attributes_while_it_may_be_described(jobs: Jobs):
+    """moto iterates over them."""
+    name = jobs.create({"train.py": "import time\ntime.sleep(1)"}, "exec python train.py")
+    [job] = [each for each in threading.enumerate() if each.name == f"local-sagemaker-{name}"]
+    before = {*vars(job.record)}
+    jobs.wait(name)
+    assert {*vars(job.record)} == before
 
 
 def test_output_is_in_the_log_as_soon_as_it_is_printed(jobs: Jobs):
