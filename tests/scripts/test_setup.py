@@ -108,7 +108,7 @@ def test_pages_promise_the_pythons_that_the_set_up_takes_and_ci_runs():
     assert re.search(f"^# .*for Python {words}", (ROOT / "requirements.txt").read_text())
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
     assert workflow["jobs"]["tests"]["strategy"]["matrix"]["python"] == versions
-    assert "then make versions;" in (ROOT / ".ci" / "run").read_text()
+    assert "\nmake versions\n" in (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.mark.quick
