@@ -57,8 +57,9 @@ def run_ci(folder: Path, fails_in: dict[str, tuple], count: int = 1) -> subproce
     return subprocess.run(
         [folder / ".ci" / "run"],
         # Without the variables that make and pytest have set for this test.
-        env={k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "MAKE", "MFLAGS"))}
-        | environment,
+        env={
+            k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "MAKE", "MFLAGS"))
+        },
         capture_output=True,
         text=True,
         timeout=200,
