@@ -29,8 +29,9 @@ lint: $(environment) ## check format and style
 	@$(python) -m ruff format --check .
 	@$(python) -m ruff check .
 
+# With PART=0 to 3: a quarter of them, as .ci/run does.
 thorough: $(environment) ## run the long tests, which `make test` leaves out, and all endings of a job
-	@failed=0; \
+	@failed=0; export PART=$(PART); \
 	$(python) -m pytest -n 2 --dist loadfile -m thorough || failed=1; \
 	$(python) tests/endings.py 1 || failed=1; \
 	exit $$failed
@@ -39,7 +40,7 @@ versions: $(environment) ## test what people copy with the other Pythons, and th
 	@tests/versions.sh
 
 containers: $(environment) ## run the jobs in replicas of AWS's containers, and Studio's (needs root, Python 3.12, 3.10)
-	@tests/containers/run.sh
+	@tests/containers/run.sh $(IMAGES)
 
 bench: $(environment) build/bench/packages/.ready ## measure the loader and the jobs on this machine
 	@missed=0; \

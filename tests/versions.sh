@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests of what people copy with each version of Python that the project supports, except
 # that of .venv, and the loader's with the oldest versions that it needs: `make versions`. With
-# arguments, such as 3.12 or oldest: only with these.
+# arguments, such as 3.12 or oldest: only with these. The tests that start jobs run with the newest
+# Python only; `make containers` has jobs with Python 3.10 and 3.12.
 #
 # Each Python gets a copy of the repository in build/versions, where the set-up runs. In continuous
 # integration, tests that fail run again alone.
@@ -13,8 +14,9 @@ supported=$(sed -n 's/^supported="\(.*\)"$/\1/p' scripts/setup.sh)
 oldest_python=3.10 oldest_torch=2.6.0
 pytorch=tests/pt.grpc.sagemaker tensorflow=tests/tf.data.service.sagemaker
 loader=("$pytorch"/test_{feed,streams,travel}.py)
-copied=("${loader[@]}" "$pytorch"/test_{runtime,reason}.py "$tensorflow"/test_service{,_pipelines}.py
-    tests/hello.world.sagemaker/test_helloworld.py tests/shared/test_costs.py)
+copied=("${loader[@]}" "$tensorflow"/test_service_pipelines.py tests/shared/test_costs.py)
+jobs=("$pytorch"/test_{runtime,reason}.py "$tensorflow"/test_service.py
+    tests/hello.world.sagemaker/test_helloworld.py)
 
 # copy FOLDER: copy all files that git tracks, as they are here. Keep an environment in FOLDER.
 copy() {
@@ -60,7 +62,9 @@ for version in ${*:-$supported oldest}; do
     if [ "$version" = oldest ]; then
         install_oldest "$python" && run "${loader[@]}" || failed=1
     else
-        PYTHON=$python make --no-print-directory .venv/.ready && run "${copied[@]}" || failed=1
+        tests=("${copied[@]}")
+        [ "$version" != "${supported##* }" ] || tests+=("${jobs[@]}")
+        PYTHON=$python make --no-print-directory .venv/.ready && run "${tests[@]}" || failed=1
     fi
     popd >/dev/null
 done

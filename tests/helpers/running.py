@@ -123,7 +123,7 @@ class Running:
                     return process.environ()
             return {}
 
-        return wait_until(ask)
+        return wait_until(ask, seconds=120)
 
     def first_port(self) -> int:
         """Return the first of the ports that this machine has reserved for the job."""

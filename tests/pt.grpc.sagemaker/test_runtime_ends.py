@@ -316,7 +316,7 @@ def test_a_host_with_another_token_says_so_at_once(jobs: Jobs):
     started = time.monotonic()
     said = reason_of(jobs, SLEEP, files={"launcher.py": launcher + MAIN})
     assert "refused, wrong token" in said
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - started < 100  # instead of JOIN_SECONDS, 600
 
 
 GREET = """
