@@ -313,22 +313,16 @@ class Telling(Table):
 
 
 @of_a_script
-def get_worker_info_tells_the_same_there(said: Said) -> None:
-    samples = here_and_there(Telling())
-    assert {sample[:2] for sample in samples} == {(0, 1)}
-    assert {sample[3:] for sample in samples} == {(True, 1, 1)}
-    assert len({sample[2] for sample in samples}) == len(samples)
-
-
-@of_a_script
-def worker_init_fn_runs_on_data_hosts_and_in_the_dataloader_s_workers(said: Said) -> None:
-    def init(number: int) -> None:
-        print("initialised", number, flush=True)
-        get_worker_info().dataset.scale += 1
-
-    options = {"collate_fn": list, "num_workers": 1, "worker_init_fn": init}
-    assert {sample[4:] for [sample] in DataLoader(RemoteDataset(Telling()), **options)} == {(2, 2)}
-    assert said().count("initialised 0") == 1
+def get_worker_info_is_set_there(said: Said) -> None:
+    there, here = (
+        [*DataLoader(dataset, None, num_workers=2, generator=torch.Generator().manual_seed(1))]
+        for dataset in (RemoteDataset(Telling()), remote([], Telling()))
+    )
+    assert {(*sample[:2],) for sample in there} <= {(0, 4), (2, 4), (1, 2)}  # host + 2 * process
+    assert {(*sample[:2],) for sample in here} == {(0, 2), (1, 2)}
+    assert [sample[2:] for sample in there] == [sample[2:] for sample in here]
+    assert {(*sample[3:],) for sample in there} == {(True, 1, 1)}
+    assert len({sample[2] for sample in there}) == len(there)
 
 
 class Threads(Table):

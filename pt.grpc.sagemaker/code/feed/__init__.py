@@ -7,7 +7,8 @@ epochs.py   finds out which batch a DataLoader asks for
 streams.py  RemoteDataset for an IterableDataset; iterate.py: its iterator, on a data host
 fetch.py    divides a batch among the data hosts; host.py: a client of one data host
 samples.py  prepares samples, and seeds their random numbers
-travel.py   pickles the Dataset for the data hosts
+travel.py   pickles the Dataset for the data hosts; inherit.py: what else they need
+compare.py  compares a sample with one that is prepared here
 wire.py     the messages: how they are signed, and how samples are encoded
 server.py   the server of a data host: python -m feed.server HOST:PORT; front.py: answers calls
 worker.py   the server's processes that hold Datasets
@@ -15,7 +16,7 @@ worker.py   the server's processes that hold Datasets
 
 from typing import Any
 
-__version__ = "2026-11-26.2"  # CHANGES.md says what else to change when you update your copy
+__version__ = "2026-11-26.3"  # CHANGES.md says what else to change when you update your copy
 __all__ = ["RemoteDataset", "as_is"]
 
 

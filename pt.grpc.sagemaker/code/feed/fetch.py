@@ -12,7 +12,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -42,8 +42,9 @@ class Task:
     asked: list[DataHost] = field(default_factory=list)  # hosts that have not answered yet
     calls: list[grpc.Call] = field(default_factory=list)
     due: float = 0.0  # when to ask another host
+    is_fresh: bool = False  # whether a new process of the host is to prepare it
     is_over: bool = False
-    samples: Any = None
+    samples: Any = None  # with is_fresh, also an exception
 
 
 class Fetcher:
@@ -61,23 +62,32 @@ class Fetcher:
         digest: bytes,
         upload: Callable[[], IO[bytes]],
     ):
-        self.hosts = [DataHost(name, token, digest) for name in hosts]
+        self.hosts = [
+            DataHost(name, token, digest, (number, len(hosts))) for number, name in enumerate(hosts)
+        ]
         self.timeout, self.what, self.digest, self.upload = timeout, what, digest, upload
         self.described: tuple[str, Any] | None = None  # a host, and its summary of the Dataset
         self.pool, self.process = ThreadPoolExecutor(MOST_CALLS), os.getpid()
         self.running: set[Future] = set()
-        self.came: queue.SimpleQueue[tuple[DataHost, Task, Any]] = queue.SimpleQueue()
+        # Not a SimpleQueue, whose `get` with a timeout may hang in Python 3.11 and 3.12 if a signal
+        # comes, such as that of a process that has ended.
+        self.came: queue.Queue[tuple[DataHost, Task, Any]] = queue.Queue()
+        self.failed: Chunk | None = (
+            None  # the chunk over which the Dataset last raised an exception
+        )
         self.since = 0.0  # when waiting began: silence before that does not count
         self.made_at = self.ready_at = time.monotonic()  # ready_at: when a host last was ready
         fetchers.add(self)
 
-    def fetch(self, whole: Chunk, is_divisible: bool, num_workers: int) -> Any:
+    def fetch(
+        self, whole: Chunk, is_divisible: bool, num_workers: int, also: Iterable[Task] = ()
+    ) -> Any:
         """Return the samples of a batch; raise what the Dataset raises, or ConnectionError.
 
         Call `wait_for_host` first. num_workers: processes like this one, each of which fetches
-        another batch.
+        another batch. also: tasks to go on with meanwhile.
         """
-        count, pieces = len(whole.indices), 1
+        self.failed, count, pieces = None, len(whole.indices), 1
         if is_divisible:
             shares = sum(host.share() for host in self.ready())
             pieces = math.ceil(CHUNKS_PER_WORKER * shares / max(1, num_workers))
@@ -90,19 +100,27 @@ class Fetcher:
         for host in self.hosts:
             host.luck = own_random.random()
         try:
-            while waiting := [task for task in tasks if not task.is_over]:
-                for task in waiting:
-                    if time.monotonic() >= task.due:
-                        self.ask(task)
-                self.take()
+            self.finish(tasks, also)
         finally:
-            for task in tasks:
-                task.is_over = True
-                for call in task.calls:  # which may still run if another host was faster
-                    call.cancel()
+            self.cancel(tasks)
         if not is_divisible:
             return tasks[0].samples
         return [sample for task in tasks for sample in task.samples]
+
+    def finish(self, tasks: list[Task], also: Iterable[Task] = ()) -> None:
+        """Wait until the tasks are over, and go on with the others meanwhile."""
+        while not all(task.is_over for task in tasks):
+            for task in (*tasks, *also):
+                if not task.is_over and time.monotonic() >= task.due:
+                    self.ask(task)
+            self.take()
+
+    def cancel(self, tasks: list[Task]) -> None:
+        """End the tasks' calls, which may still run if another host was faster."""
+        for task in tasks:
+            task.is_over = True
+            for call in task.calls:
+                call.cancel()
 
     def wait_for_host(self, failed: float = 0.0, others: float = GRACE_SECONDS) -> None:
         """Wait until a host has the Dataset and, at first, some seconds for the other hosts.
@@ -151,7 +169,7 @@ class Fetcher:
             if not task.chunk:
                 result = host.get_dataset(self.upload, self.what)
             elif not task.is_over:
-                result = host.get_chunk(task.chunk, task.calls)
+                result = host.get_chunk(task.chunk, task.calls, task.is_fresh)
         except BaseException as error:
             result = error
         self.came.put((host, task, result))
@@ -182,8 +200,9 @@ class Fetcher:
             task.due = 0.0
             if why := str(result):
                 self.lose(host, why)
-        elif isinstance(result, BaseException):
+        elif isinstance(result, BaseException) and not task.is_fresh:
             if not task.is_over:
+                self.failed = task.chunk
                 raise result
         elif task.chunk and not task.is_over:
             task.samples, task.is_over = result, True

@@ -18,6 +18,7 @@ from feed.wire import DIED, RAISED, READY, UNKNOWN, WAITING, Reply, Request
 from feed.worker import CHUNK_SECONDS, Worker, how_it_failed, new_process
 
 ATTEMPTS = 3  # for a chunk or a Dataset whose processes die or hang
+INIT_FNS = 8  # worker_init_fns for which a thread keeps a worker of a Dataset
 END_SECONDS = 5.0  # for a stream's process to end by itself, once nobody reads it
 BEAT_SECONDS = 5  # between two WAITING replies
 MOST_DATASETS = 32  # to keep, and one more for each one that is dropped, but then needed again
@@ -53,8 +54,8 @@ class Front:
         self.deaths: dict[bytes, list[str]] = {}  # of the Datasets' processes, by digest
         self.lock = threading.RLock()
         self.tasks: queue.SimpleQueue[tuple] = queue.SimpleQueue()
-        for _ in range(workers):
-            threading.Thread(target=self.mind_workers, daemon=True).start()
+        for number in range(workers):
+            threading.Thread(target=self.mind_workers, args=(number,), daemon=True).start()
 
     def ask(
         self, request: bytes, context: Any, epochs: Iterator[bytes] | None = None
@@ -93,14 +94,17 @@ class Front:
             state = UNKNOWN if asked.chunk and copy.state == WAITING else copy.state
             yield Reply(state, copy.value), deque()
             return
-        answer: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        answer: queue.Queue[tuple] = queue.Queue()
         with self.lock:
             copy.calls, copy.used_at, self.calls = copy.calls + 1, time.monotonic(), self.calls + 1
         try:
             if epochs:
                 yield from self.run_stream(asked, copy, epochs, is_wanted)
                 return
-            self.tasks.put((asked.dataset, copy, asked.chunk, is_wanted, answer))
+            if asked.is_fresh:
+                yield from self.ask_new_process(asked.chunk, copy, is_wanted)
+                return
+            self.tasks.put((asked, copy, is_wanted, answer))
             while is_wanted():
                 try:
                     yield answer.get(timeout=BEAT_SECONDS)
@@ -137,19 +141,46 @@ class Front:
             if worker:
                 worker.end(END_SECONDS)
 
-    def mind_workers(self) -> None:
-        """Have chunks prepared one by one, by one worker per Dataset. Runs in a thread."""
-        workers: dict[Copy, Worker] = {}
+    def ask_new_process(
+        self, chunk: bytes, copy: Copy, is_wanted: Callable[[], bool]
+    ) -> Iterator[tuple[Reply, deque]]:
+        """Yield what a new process prepares, which ends then."""
+        worker = None
+        try:
+            worker = Worker(copy.holder, CHUNK_SECONDS)
+            worker.connection.send_bytes(chunk)
+            while is_wanted():
+                if worker.connection.poll(BEAT_SECONDS):
+                    yield worker.receive()
+                    return
+                yield Reply(WAITING), deque()
+        except (OSError, EOFError) as error:
+            yield Reply(RAISED, as_error(f"a new process {how_it_failed(error)}")), deque()
+        finally:
+            if worker:
+                worker.end()
+
+    def mind_workers(self, number: int) -> None:
+        """Have chunks prepared one by one. Runs in a thread.
+
+        Keeps a worker for each Dataset and worker_init_fn, because one that has been called may
+        have changed anything in its process.
+        """
+        workers: dict[tuple[Copy, bytes], Worker] = {}  # the least recently used first
         while True:
-            digest, copy, chunk, is_wanted, answer = self.tasks.get()
-            for other in [other for other in workers if other.is_dropped]:
-                workers.pop(other).end()
+            asked, copy, is_wanted, answer = self.tasks.get()
+            digest, key = asked.dataset, (copy, asked.init_fn)
+            others = [other for other in workers if other[0] is copy and other != key]
+            for other in [*workers]:
+                if other[0].is_dropped or other in others[: 1 - INIT_FNS]:
+                    workers.pop(other).end()
             failures = 0
             while is_wanted() and not copy.is_dropped:
-                worker = workers.get(copy)
+                worker = workers.pop(key, None)
                 try:
-                    worker = worker or workers.setdefault(copy, Worker(copy.holder))
-                    worker.connection.send_bytes(chunk)
+                    worker = worker or Worker(copy.holder, place=(number, self.workers))
+                    workers[key] = worker
+                    worker.connection.send_bytes(asked.chunk)
                     answer.put(worker.receive())
                     self.deaths.pop(digest, None)
                     copy.tell_after = float("inf")
@@ -158,7 +189,7 @@ class Front:
                     failures, how = failures + 1, how_it_failed(error)
                     print(f"feed: a worker process {how}", flush=True)
                     if worker:
-                        workers.pop(copy).end()
+                        workers.pop(key).end()
                 if not copy.is_held():
                     self.drop(digest, copy, how)
                 elif failures == ATTEMPTS:

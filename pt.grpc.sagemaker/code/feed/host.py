@@ -37,8 +37,9 @@ class DataHost:
     whatever the Dataset raises there.
     """
 
-    def __init__(self, address: str, token: str, digest: bytes):
+    def __init__(self, address: str, token: str, digest: bytes, place: tuple[int, int]):
         self.address, self.token, self.digest, self.failure = address, token, digest, ""
+        self.place = place  # its number, and how many there are
         self.channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
         self.open: set[Any] = set()  # calls that have not ended
         self.heard_at = time.monotonic()  # its last sign of life
@@ -115,21 +116,29 @@ class DataHost:
         finally:
             self.heard_at = time.monotonic()
 
-    def get_chunk(self, chunk: Chunk, calls: list) -> list:
-        """Have it prepare a chunk, and return the samples. Adds the call to `calls`."""
-        reply, call = self.ask(chunk, calls)
+    def get_chunk(self, chunk: Chunk, calls: list, is_fresh: bool) -> Any:
+        """Have it prepare a chunk, and return the samples. Adds the call to `calls`.
+
+        is_fresh: whether a new process is to prepare them.
+        """
+        if not is_fresh:
+            chunk = chunk._replace(asker=chunk.asker._replace(worker=self.place))
+        reply, call = self.ask(chunk, calls, is_fresh)
         if reply.state != wire.READY:  # it has dropped the Dataset, or has been restarted
             self.workers = 0
             raise Lost("")
         self.workers, self.failure = self.workers and reply.workers, ""
         self.others = max(0, reply.calls - self.asked)
         seconds = reply.seconds / max(1, len(chunk.indices))
-        self.seconds = (3 * self.seconds + seconds) / 4 if self.seconds else seconds
+        if not is_fresh:  # a new process may have to open files first
+            self.seconds = (3 * self.seconds + seconds) / 4 if self.seconds else seconds
         return self.result(wire.decode, reply, call)
 
-    def ask(self, chunk: Chunk | None, calls: list) -> tuple[Reply, grpc.Call]:
+    def ask(
+        self, chunk: Chunk | None, calls: list, is_fresh: bool = False
+    ) -> tuple[Reply, grpc.Call]:
         """Make an Ask call; return the Reply, and the call, whose frames may follow."""
-        request, nonce, metadata = self.signed(chunk)
+        request, nonce, metadata = self.signed(chunk, is_fresh)
         ask = self.channel.unary_stream(f"/{wire.SERVICE}/Ask")
         call = self.opened(ask(request, metadata=metadata))
         calls.append(call)
@@ -152,10 +161,13 @@ class DataHost:
         call = self.opened(run(iter(epochs.get, None), metadata=metadata))
         return call, self.replies(call, nonce)
 
-    def signed(self, asked: Chunk | Stream | None) -> tuple[bytes, bytes, list]:
+    def signed(
+        self, asked: Chunk | Stream | None, is_fresh: bool = False
+    ) -> tuple[bytes, bytes, list]:
         """Return a pickled Request, and the nonce and the metadata of its call."""
-        pickled = pickle.dumps(asked) if asked else b""
-        request = pickle.dumps(Request(self.digest, pickled))
+        pickled, init_fn = (pickle.dumps(asked), asked.asker.init_fn) if asked else (b"", b"")
+        digest = hashlib.sha256(init_fn).digest() if init_fn else b""
+        request = pickle.dumps(Request(self.digest, pickled, digest, is_fresh))
         return request, *wire.sign(self.token, hashlib.sha256(request).digest())
 
     def replies(self, call: grpc.Call, nonce: bytes) -> Iterator[Reply]:

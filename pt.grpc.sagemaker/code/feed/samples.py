@@ -29,8 +29,10 @@ class Asker(NamedTuple):
     """What a Dataset can find out about the process that asks for its samples."""
 
     ranks: tuple[int, int] | None = None  # torch.distributed's rank and world size, if initialized
-    environment: dict[str, str] = {}  # RANK and WORLD_SIZE
+    environment: dict[str, str | None] = {}  # that differ here; None: removed
+    dtype: torch.dtype = torch.float32  # torch's default
     init_fn: bytes = b""  # the DataLoader's pickled worker_init_fn
+    worker: tuple[int, int] = (0, 1)  # number of the process that prepares them, and of how many
 
 
 class Chunk(NamedTuple):
@@ -59,18 +61,18 @@ def check_is_map_style(dataset: Any) -> None:
 
 def make(given: Callable) -> Any:
     """Return the Dataset that a callable makes, with the same random numbers in each process."""
-    begin(None, [], Chunk(), 0, None)
+    begin(None, {}, Chunk(), 0, None)
     dataset = given()
     check_is_map_style(dataset)
     return dataset
 
 
 def prepare(
-    dataset: Any, generators: list, chunk: Chunk, collate_fn: Callable | None = None
+    dataset: Any, generators: dict, chunk: Chunk, collate_fn: Callable | None = None
 ) -> Any:
     """Return the samples of a chunk as a list, or what `collate_fn` makes of them.
 
-    generators: those that the Dataset holds.
+    generators: see travel.generators_of.
     """
     if hasattr(dataset, "__getitems__"):
         begin(dataset, generators, chunk, chunk.start, chunk.indices)
@@ -86,13 +88,13 @@ def prepare(
     return collate_fn(samples)
 
 
-def begin(dataset: Any, generators: list, chunk: Chunk, place: int, index: Any) -> None:
+def begin(dataset: Any, generators: dict, chunk: Chunk, place: Any, index: Any) -> None:
     """Seed all generators for the next sample, and have get_worker_info() report that seed."""
     random.seed(repr((chunk.seed, chunk.batch, place, index)))
     seed = random.getrandbits(63)  # torch's seeds are signed
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, too
-    for number, generator in enumerate(generators, 1):
+    for number, generator in generators.items():
         if isinstance(generator, np.random.Generator):
             bits = generator.bit_generator
             bits.state = type(bits)([seed, number]).state
@@ -100,7 +102,15 @@ def begin(dataset: Any, generators: list, chunk: Chunk, place: int, index: Any) 
             generator.manual_seed(seed ^ number)
         else:  # random.Random, np.random.RandomState
             generator.seed(number + seed % 2**31)
-    report(torch_worker.WorkerInfo(id=0, num_workers=1, seed=seed, dataset=dataset))
+    worker, workers = chunk.asker.worker
+    report(torch_worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset))
+
+
+def initialize(dataset: Any, chunk: Chunk) -> None:
+    """Call worker_init_fn in a process of a data host, with random numbers of its own."""
+    [init_fn] = pickle.loads(chunk.asker.init_fn)
+    begin(dataset, {}, chunk, "worker_init_fn", chunk.asker.worker)
+    init_fn(chunk.asker.worker[0])
 
 
 def report(info: Any) -> None:
@@ -111,12 +121,12 @@ def report(info: Any) -> None:
 
 
 @contextlib.contextmanager
-def undisturbed(generators: list) -> Iterator[None]:
+def undisturbed(generators: dict) -> Iterator[None]:
     """Keep the random state of the training script's process while it prepares samples itself.
 
     Uses one thread, as on data hosts, because several threads may add numbers in another order.
     """
-    held = [*map(state_of, generators)]
+    held = [*map(state_of, generators.values())]
     held += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
     held.append((torch.set_rng_state, torch.get_rng_state()))
     info, threads = torch_worker._worker_info, torch.get_num_threads()
@@ -142,23 +152,32 @@ def state_of(generator: Any) -> tuple[Callable, Any]:
 def stand_in_for_ranks() -> Callable[[Asker], None]:
     """Have torch.distributed report, on a data host, the rank that asks for samples.
 
-    Call this before the Dataset's modules are imported. Returns a function to call for each chunk.
+    The environment, and torch's default dtype, are that rank's, too. Call this before the Dataset's
+    modules are imported. Returns a function to call for each chunk.
     """
     asking: list[tuple[int, int] | None] = [None]
+    own, has = dict(os.environ), {}
     dist.is_initialized = lambda: asking[0] is not None
     dist.get_rank = lambda group=None: asking[0][0] if asking[0] else -1
     dist.get_world_size = lambda group=None: asking[0][1] if asking[0] else -1
 
     def set_ranks(asker: Asker) -> None:
+        nonlocal has
         asking[0] = asker.ranks
-        for name in ("RANK", "WORLD_SIZE"):
-            os.environ.pop(name, None)
-        os.environ.update(asker.environment)
+        torch.set_default_dtype(asker.dtype)
+        if asker.environment != has:
+            wanted = own | asker.environment
+            for name in (*has, *asker.environment):
+                if wanted.get(name) is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = wanted[name]
+            has = asker.environment
 
     return set_ranks
 
 
-def summary(dataset: Any, generators: list) -> tuple[int | None, bool, list[str], list[float]]:
+def summary(dataset: Any, generators: dict) -> tuple[int | None, bool, list[str], list[float]]:
     """Return what must be the same on all hosts, and what the training process needs to know.
 
     These are the length, whether there is a `__getitems__`, and facts and means of some samples.

@@ -1,11 +1,13 @@
 """Where a RemoteDataset's samples come from: data hosts, or, if there are none, this process."""
 
 import io
+import mmap
 import multiprocessing
 import os
 import pickle
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from typing import IO, Any
 
@@ -13,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, get_worker_info
 
+from feed.compare import Comparison, explain
 from feed.epochs import Asked, asked_for
 from feed.fetch import Fetcher
+from feed.inherit import environment, environment_at_start
 from feed.samples import Asker, Chunk, make, prepare, undisturbed
 from feed.travel import Digest, dump, generators_of, paths_beside_script
 
@@ -30,14 +34,18 @@ class Source:
     """Where a RemoteDataset's samples come from."""
 
     were_together = False  # whether all ranks are, or have been, in one process group
+    began_with: dict[str, str] | None = None  # the environment of the script's first process
 
     def __init__(self, dataset: Any, is_made: bool, collate_fn: Callable | None, timeout: float):
         self.given, self.is_made, self.collate_fn = dataset, is_made, collate_fn
         self.hosts = [host for host in os.environ.get("HETERO_DATA_HOSTS", "").split(",") if host]
         self.token, self.timeout = os.environ.get("HETERO_TOKEN", ""), timeout
+        Source.began_with = Source.began_with or environment_at_start()
         if self.hosts and not self.token:
             raise ValueError("RemoteDataset needs HETERO_TOKEN, the job's token, to use data hosts")
         self.first_batch, self.process = 0, 0
+        # Whether samples have been compared; shared with the workers, which are forked.
+        self.is_compared = mmap.mmap(-1, 1)
         self.ranks: tuple[int, int] | None = None  # those of the process that spawned this one
         self.look_around()
 
@@ -48,12 +56,14 @@ class Source:
         own = "is_made", "hosts", "token", "timeout", "first_batch"
         state = {name: getattr(self, name) for name in own}
         state |= {"pickled": file.getvalue(), "ranks": self.look_around()}
-        return state | {"were_together": Source.were_together}
+        of_class = {"were_together": Source.were_together, "began_with": Source.began_with}
+        return state | of_class
 
     def __setstate__(self, state: dict) -> None:
         Source.were_together |= state.pop("were_together")
+        Source.began_with = state.pop("began_with")
         self.given, self.collate_fn = pickle.loads(state.pop("pickled"))
-        self.__dict__.update(state, process=0)
+        self.__dict__.update(state, process=0, is_compared=mmap.mmap(-1, 1))
 
     def begin_process(self) -> None:
         """Forget the state of the process that this one was forked from."""
@@ -63,7 +73,8 @@ class Source:
             self.process, self.fetcher = os.getpid(), None
             self.is_changed, self.was_reached = True, False
             self.dataset = self.given if self.is_made else None
-            self.generators: list = []
+            self.generators: dict | None = None  # until they are looked for
+            self.comparison: Comparison | None = None  # of this epoch, until it is over
             self.seen = self.batch = None  # torch's fetcher of the epoch, and its last batch
             self.stream, self.is_kept = None, False  # a RemoteStream's stream; see connect
             self.epoch = self.place = -1
@@ -108,7 +119,7 @@ class Source:
     def made(self) -> Any:
         """Return this process's own Dataset."""
         if self.dataset is None:
-            with undisturbed([]):
+            with undisturbed({}):
                 self.dataset = make(self.given)
         return self.dataset
 
@@ -116,7 +127,7 @@ class Source:
         """Return the samples, or the batch if there is a collate_fn."""
         self.begin_process()
         self.is_changed |= self.was_reached and not asked  # without an epoch, at any time
-        seed, number = self.where(asked)
+        last, (seed, number) = self.seen, self.where(asked)
         is_ready = is_batch and asked and asked.fetcher.collate_fn is as_is
         if self.collate_fn and not is_ready:
             raise TypeError(
@@ -127,17 +138,58 @@ class Source:
         self.place += len(indices)
         if not self.hosts:
             dataset = self.made()
-            if self.is_changed:
+            if self.is_changed or self.generators is None:
                 self.generators, self.is_changed = generators_of(dataset, self.collate_fn), False
+            if info := get_worker_info():
+                worker = info.id, info.num_workers
+                chunk = chunk._replace(asker=chunk.asker._replace(worker=worker))
             with undisturbed(self.generators):
                 return prepare(dataset, self.generators, chunk, self.collate_fn)
+        if self.seen is not last and self.is_made:
+            self.begin_comparison(chunk)
         self.connect()
         self.fetcher.wait_for_host()
         described = self.fetcher.described
         is_whole = hasattr(self.given, "__getitems__") if self.is_made else described[1][1]
         is_divisible = not (self.collate_fn or is_whole)
         self.notice(is_batch, is_divisible, asked)
-        return self.fetcher.fetch(chunk, is_divisible, asked.num_workers if asked else 1)
+        also = self.comparison.tasks if self.comparison else ()
+        try:
+            samples = self.fetcher.fetch(
+                chunk, is_divisible, asked.num_workers if asked else 1, also
+            )
+        except Exception as error:
+            if self.is_made and self.fetcher.failed:
+                explain(error, self.given, self.collate_fn, self.fetcher.failed, self.timeout)
+            raise
+        if self.comparison:
+            self.end_comparison()
+        return samples
+
+    def begin_comparison(self, chunk: Chunk) -> None:
+        """Begin to compare this epoch's first sample, in one worker of this rank."""
+        if self.comparison:
+            self.comparison.end()
+            self.comparison = None
+        if not (info := get_worker_info()) or info.id == 0:
+            if not (self.collate_fn or hasattr(self.given, "__getitems__")):
+                chunk = chunk._replace(indices=chunk.indices[:1])
+            self.comparison = Comparison(self.given, self.collate_fn, chunk, self.timeout)
+
+    def end_comparison(self) -> None:
+        """Raise RuntimeError if data hosts prepare other samples than workers here.
+
+        The first batch waits for the comparison. In later epochs, it goes on beside the training.
+        """
+        if not self.is_compared[0]:
+            self.fetcher.finish(self.comparison.tasks)
+            while not self.comparison.is_over():
+                time.sleep(0.01)
+        if self.comparison.is_over():
+            comparison, self.comparison = self.comparison, None
+            if (why := comparison.result()) and not self.is_compared[0]:
+                print(f"feed: samples of {comparison.name} were not compared: {why}", flush=True)
+            self.is_compared[0] = 1
 
     def asker(self, asked: Asked | None) -> Asker:
         """Describe this rank; raise RuntimeError if it would train alone, apart from the others."""
@@ -150,8 +202,8 @@ class Source:
                 "('Several ranks' in job.md). If this is what you want, or if something else "
                 "keeps the ranks in step, remove WORLD_SIZE from os.environ"
             )
-        names = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
-        return Asker(ranks, {name: os.environ[name] for name in names}, self.init_fn(asked))
+        dtype = torch.get_default_dtype()
+        return Asker(ranks, environment(Source.began_with), dtype, self.init_fn(asked))
 
     def init_fn(self, asked: Asked | None) -> bytes:
         """Return the pickled worker_init_fn. Unlike the Dataset, it may differ between ranks."""

@@ -12,6 +12,8 @@ import os
 import pickle
 import random
 import sys
+import sysconfig
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -25,6 +27,9 @@ from feed.wire import FRAME, MAIN, is_plain, of_main, reduced
 
 GENERATORS = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
 SIMPLE = int, float, str, bytes, bool, type(None), type, ModuleType, FunctionType
+INSTALLED = *map(sysconfig.get_path, ("stdlib", "platstdlib")), "/site-packages/", "/dist-packages/"
+APART = *MAIN, "feed", "hetero", "ranks", "service"  # modules that are not the script's
+script: dict[str, Any] = {"__name__": "__main__"}  # the script's globals, in a data host's process
 
 
 class DatasetPickler(cloudpickle.Pickler):
@@ -40,9 +45,11 @@ class DatasetPickler(cloudpickle.Pickler):
         self.stays_here = stays_here
         self.generators: list[Any] = []
         self.globals: dict[str, str] = {}  # of the training script -> where they are used
+        for module in filter(None, map(sys.modules.get, MAIN)):
+            self.globals_ref[id(vars(module))] = ScriptGlobals(__name__="__main__")
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, GENERATORS):
+        if is_generator(value):
             self.generators.append(value)
         elif isinstance(value, np.memmap):
             return open_memmap, memmap_place(value)
@@ -64,6 +71,22 @@ class DatasetPickler(cloudpickle.Pickler):
                     what = f"{name} ({type(used).__name__})"
                     self.globals[what] = f"{value.__qualname__}, line {line}"
         return super().reducer_override(value)
+
+
+class ScriptGlobals(dict):
+    """Stands for the globals of the script's functions, which are one dict, as in the script.
+
+    cloudpickle would give the functions of each pickle a dict of their own, so that what a
+    worker_init_fn sets would not reach the Dataset.
+    """
+
+    def __reduce__(self) -> tuple:
+        return script_globals, ()
+
+
+def script_globals() -> dict[str, Any]:
+    """Return the dict in which this process has the script's globals."""
+    return script
 
 
 def memmap_place(array: np.memmap) -> tuple:
@@ -162,12 +185,39 @@ def frames_of(file: IO[bytes]) -> Iterator[bytes]:
         at += len(frame)
 
 
-def generators_of(*values: Any) -> list[Any]:
-    """Return the random generators that values hold, up to the first part that fails to pickle."""
+def generators_of(*values: Any) -> dict[int, Any]:
+    """Return the random generators of the values, and those that are variables of own modules.
+
+    Those of the values are found up to the first part that fails to pickle. The keys are the same
+    in each process.
+    """
     pickler = DatasetPickler(Digest(), buffer_callback=lambda memory: None)  # skips the memory
     with contextlib.suppress(Exception):
         pickler.dump(values)
-    return pickler.generators
+    found = dict(enumerate(pickler.generators, 1))
+    known = {id(generator) for generator in pickler.generators}
+    for name, space in own_modules().items():
+        for variable, value in [*space.items()]:
+            if is_generator(value) and id(value) not in known:
+                known.add(id(value))
+                found[zlib.crc32(f"{name}.{variable}".encode()) >> 1] = value
+    return found
+
+
+def is_generator(value: Any) -> bool:
+    """Return whether this is a random generator that can be seeded."""
+    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
+
+
+def own_modules() -> dict[str, dict[str, Any]]:
+    """Return the variables of the script, and of each loaded module that is not installed."""
+    own = {"__main__": vars(sys.modules["__main__"]) | script}
+    for name, module in [*sys.modules.items()]:
+        if isinstance(module, ModuleType) and name.partition(".")[0] not in APART:
+            file = str(vars(module).get("__file__"))
+            if file.endswith(".py") and not any(part in file for part in INSTALLED):
+                own[name] = vars(module)
+    return own
 
 
 def paths_beside_script() -> list[str]:

@@ -45,6 +45,8 @@ class Request(NamedTuple):
 
     dataset: bytes  # SHA-256 of its pickle
     chunk: bytes  # pickled samples.Chunk or iterate.Stream; empty: ask only about the Dataset
+    init_fn: bytes = b""  # SHA-256 of the pickled worker_init_fn, if any
+    is_fresh: bool = False  # whether a new process is to prepare the chunk
 
 
 class Reply(NamedTuple):

@@ -30,7 +30,16 @@ from typing import Any
 import torch
 
 from feed.iterate import Stream, run
-from feed.samples import Chunk, as_error, begin, make, prepare, stand_in_for_ranks, summary
+from feed.samples import (
+    Chunk,
+    as_error,
+    begin,
+    initialize,
+    make,
+    prepare,
+    stand_in_for_ranks,
+    summary,
+)
 from feed.travel import generators_of
 from feed.wire import FRAME, RAISED, READY, Reply, encode, padding
 
@@ -89,33 +98,37 @@ def hold(main: socket.socket, requests: socket.socket) -> None:
     _, [payload], _, _ = socket.recv_fds(requests, 1, 1)
     set_ranks = stand_in_for_ranks()
     torch.set_num_threads(1)
-    state, value, made = READY, b"", ()
+    state, value, made, generators = READY, b"", (), {}
     try:
         with open(payload, "rb") as file:
             file.seek(0)
             sys.path[:0] = map(os.path.abspath, pickle.load(file))
-            made = pickle.load(file)
+            made = given, is_made, collate_fn = pickle.load(file)
+        if is_made:  # find them once for all workers, since that reads the whole Dataset
+            generators = generators_of(given, collate_fn)
     except BaseException:
         state, value = RAISED, as_error()
     Connection(os.dup(requests.fileno())).send((state, value))
     gc.freeze()  # otherwise the garbage collector would write to the shared memory
 
-    fork_for_each(requests, partial(serve_chunks, made, set_ranks), [])
+    fork_for_each(requests, partial(serve_chunks, made, generators, set_ranks), [])
 
 
 def serve_chunks(
-    made: tuple, set_ranks: Callable, requests: socket.socket, pipe: socket.socket
+    made: tuple, generators: dict, set_ranks: Callable, requests: socket.socket, pipe: socket.socket
 ) -> None:
     """Run a worker: prepare one chunk after the other, or a stream."""
     requests.close()
     given, is_made, collate_fn = made
     connection, file = Connection(os.dup(pipe.fileno())), pipe.makefile("wb", FRAME)
     connection.send(os.getpid())
-    problem, init_fns = b"", {b""}
+    number, workers = connection.recv()
+    problem, is_initialized = b"", False
     try:
         dataset = given if is_made else make(given)
-        begin(dataset, [], Chunk(), 0, None)  # for get_worker_info()
-        generators = generators_of(dataset, collate_fn)
+        begin(dataset, {}, Chunk(), 0, None)  # for get_worker_info()
+        if not is_made:
+            generators = generators_of(dataset, collate_fn)
     except BaseException:
         problem = as_error()
 
@@ -138,10 +151,13 @@ def serve_chunks(
                 set_ranks(chunk.asker)
                 if isinstance(chunk, Stream):
                     run(given, chunk, connection, send)  # until the other end closes
-                if (pickled := chunk.asker.init_fn) not in init_fns:
-                    [init_fn] = pickle.loads(pickled)
-                    init_fn(0)
-                    init_fns.add(pickled)
+                if workers:  # among those of all data hosts
+                    host, hosts = chunk.asker.worker
+                    worker = number * hosts + host, workers * hosts
+                    chunk = chunk._replace(asker=chunk.asker._replace(worker=worker))
+                if chunk.asker.init_fn and not is_initialized:
+                    initialize(dataset, chunk)
+                    generators, is_initialized = generators_of(dataset, collate_fn), True
                 value, parts = encode(prepare(dataset, generators, chunk, collate_fn))
             else:
                 value, parts = encode(None if is_made else summary(dataset, generators))
@@ -156,14 +172,22 @@ class Worker:
     """A worker process, as the process that uses gRPC sees it.
 
     Methods raise EOFError or OSError if it fails: see `how_it_failed`.
+
+    place: its number, and how many there are; (0, 0): the chunks say it.
     """
 
-    def __init__(self, holder: socket.socket, seconds: int = MAKING_SECONDS):
+    def __init__(
+        self,
+        holder: socket.socket,
+        seconds: int = MAKING_SECONDS,
+        place: tuple[int, int] = (0, 0),
+    ):
         self.pipe, self.pid, self.is_over = new_process(holder), 0, False
         self.connection = Connection(self.pipe.fileno())  # only `end` closes them
         try:
             self.allow(seconds)
             self.pid = self.connection.recv()
+            self.connection.send(place)
             self.connection.recv_bytes()
             self.allow(CHUNK_SECONDS)
         except (OSError, EOFError):

@@ -1,0 +1,15 @@
+"""The settings module of a training script, which changes them: see test_inherit.py."""
+
+import numpy as np
+
+SIZE = 8
+TRAIN = {"IM_SIZE": 224}
+rng = np.random.default_rng(0)
+
+
+class Config:
+    size = 8
+
+
+def load(index: int) -> int:
+    return 8
