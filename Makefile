@@ -29,7 +29,7 @@ lint: $(environment) ## check format and style
 	@$(python) -m ruff format --check .
 	@$(python) -m ruff check .
 
-# With PART=0 to 3: a quarter of them, as .ci/run does.
+# With PART=0 to 4: a fifth of them, as .ci/run does.
 thorough: $(environment) ## run the long tests, which `make test` leaves out, and all endings of a job
 	@failed=0; export PART=$(PART); \
 	$(python) -m pytest -n 2 --dist loadfile -m thorough || failed=1; \

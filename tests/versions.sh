@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests of what people copy with each version of Python that the project supports, except
 # that of .venv, and the loader's with the oldest versions that it needs: `make versions`. With
-# arguments, such as 3.12 or oldest: only with these. The tests that start jobs run with the newest
-# Python only; `make containers` has jobs with Python 3.10 and 3.12.
+# arguments, such as 3.12 or oldest: only with these. The tests that take longest, such as those that
+# start jobs, run with the newest Python only; `make containers` has jobs with Python 3.10 and 3.12.
 #
 # Each Python gets a copy of the repository in build/versions, where the set-up runs. In continuous
 # integration, tests that fail run again alone.
@@ -15,7 +15,7 @@ oldest_python=3.10 oldest_torch=2.6.0
 pytorch=tests/pt.grpc.sagemaker tensorflow=tests/tf.data.service.sagemaker
 loader=("$pytorch"/test_{feed,streams,travel}.py)
 copied=("${loader[@]}" "$tensorflow"/test_service_pipelines.py tests/shared/test_costs.py)
-jobs=("$pytorch"/test_{runtime,reason}.py "$tensorflow"/test_service.py
+longer=("$pytorch"/test_{inherit,runtime,reason}.py "$tensorflow"/test_service.py
     tests/hello.world.sagemaker/test_helloworld.py)
 
 # copy FOLDER: copy all files that git tracks, as they are here. Keep an environment in FOLDER.
@@ -60,10 +60,10 @@ for version in ${*:-$supported oldest}; do
     copy "build/versions/$version"
     pushd "build/versions/$version" >/dev/null
     if [ "$version" = oldest ]; then
-        install_oldest "$python" && run "${loader[@]}" || failed=1
+        install_oldest "$python" && run "${loader[@]}" "$pytorch"/test_inherit.py || failed=1
     else
         tests=("${copied[@]}")
-        [ "$version" != "${supported##* }" ] || tests+=("${jobs[@]}")
+        [ "$version" != "${supported##* }" ] || tests+=("${longer[@]}")
         PYTHON=$python make --no-print-directory .venv/.ready && run "${tests[@]}" || failed=1
     fi
     popd >/dev/null

@@ -10,6 +10,20 @@ rng = np.random.default_rng(0)
 class Config:
     size = 8
 
+    def area(self) -> int:
+        return 8
+
 
 def load(index: int) -> int:
     return 8
+
+
+class Nodes(dict):
+    frozen = False
+
+
+nodes = Nodes(size=8)
+
+
+def of_nodes(given: Nodes = nodes) -> int:
+    return given["size"]

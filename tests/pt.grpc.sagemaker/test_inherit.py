@@ -4,6 +4,7 @@ Run as a program, this file is that script: it prints what each case below gives
 reference is the plain DataLoader, whose forked workers have everything that the script has set.
 """
 
+import itertools
 import json
 import os
 import random
@@ -22,7 +23,7 @@ import torch
 from PIL import Image, ImageFile
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from feed import RemoteDataset, compare
+from feed import RemoteDataset, compare, source
 from helpers import settings
 from helpers.data_hosts import CODE, PATHS, DataHost, environment_of, up
 
@@ -73,6 +74,29 @@ def a_replaced_function(wrap: Callable) -> list:
     return epochs(wrap(Table(lambda self, index: settings.load(index))))
 
 
+def a_configuration_that_others_hold(wrap: Callable) -> list:
+    """As with yacs: nodes with attributes, one of which is the default of an argument."""
+    settings.nodes.update(size=32)
+    settings.nodes.frozen = True
+    return epochs(wrap(Table(lambda self, index: (settings.of_nodes(), settings.nodes.frozen))))
+
+
+def a_replaced_method(wrap: Callable) -> list:
+    settings.Config.area = lambda self: 32
+    return epochs(wrap(Table(lambda self, index: settings.Config().area())))
+
+
+def a_module_that_a_function_imports(wrap: Callable) -> list:
+    settings.SIZE = 32
+
+    def sample(self: Table, index: int) -> int:
+        from helpers import settings as imported
+
+        return imported.SIZE
+
+    return epochs(wrap(Table(sample)))
+
+
 def a_setting_of_a_library(wrap: Callable) -> list:
     ImageFile.LOAD_TRUNCATED_IMAGES = True
     return epochs(wrap(Table(lambda self, index: ImageFile.LOAD_TRUNCATED_IMAGES)))
@@ -93,14 +117,28 @@ def the_default_dtype(wrap: Callable) -> list:
     return samples
 
 
-REFUSED = {
+INHERITED = [
+    a_variable,
+    a_nested_setting,
+    a_class_attribute,
+    a_replaced_function,
+    a_configuration_that_others_hold,
+    a_replaced_method,
+    a_module_that_a_function_imports,
+    the_environment,
+    the_default_dtype,
+]
+REFUSED = {"a_setting_of_a_library": "it is False there, True here"}
+# Without inherit.variables:
+NOT_CARRIED = REFUSED | {
     "a_variable": "it is ndarray of int64 (2,) [8, 8] there, ndarray of int64 (2,) [32, 32] here",
     "a_nested_setting": "['image'] is Tensor of float32 (224,) [1.0, 1.0, 1.0, 1.0] there, Tensor",
     "a_class_attribute": "[1] is 8 there, 32 here",
     "a_replaced_function": "it is 8 there, 32 here",
-    "a_setting_of_a_library": "it is False there, True here",
+    "a_configuration_that_others_hold": "[0] is 8 there, 32 here",
+    "a_replaced_method": "it is 8 there, 32 here",
+    "a_module_that_a_function_imports": "it is 8 there, 32 here",
 }
-INHERITED = ["the_environment", "the_default_dtype"]
 
 
 # Generators, which worker_init_fn seeds. Each case returns random numbers, of which none are alike.
@@ -257,14 +295,16 @@ def a_host_that_fails(wrap: Callable) -> list:
     return epochs(wrap(Table(read)))
 
 
-CASES = [*REFUSED, *INHERITED, *(each.__name__ for each in [*RANDOM, *ORDINARY, a_host_that_fails])]
+CASES = [each.__name__ for each in [*INHERITED, *RANDOM, *ORDINARY, a_host_that_fails]]
 
 
 def main() -> None:
     """Write what each case has given, random ones twice, and what it has printed."""
-    wrap = RemoteDataset if sys.argv[2] == "RemoteDataset" else lambda dataset: dataset
-    found = {}
-    for name in CASES:
+    wrap = RemoteDataset if sys.argv[2] != "plain" else lambda dataset: dataset
+    found, cases = {}, [*REFUSED, *CASES]
+    if sys.argv[2] == "without variables":
+        source.variables, cases = lambda reached: [], NOT_CARRIED
+    for name in cases:
         with tempfile.TemporaryFile() as output:
             os.dup2(output.fileno(), 1)
             try:
@@ -282,36 +322,51 @@ def run(folder: Path, wrap: str, count: int) -> dict[str, tuple[list, str]]:
     environment = environment_of(hosts) if hosts else os.environ | {"PYTHONPATH": PATHS}
     environment |= {"REMOVED": "no", "TMPDIR": str(folder)}
     command = [sys.executable, __file__, folder / f"{wrap}-{count}", wrap]
-    subprocess.run(command, env=environment, cwd=CODE, check=True, timeout=250)
-    for host in hosts:
-        host.kill()
+    try:
+        subprocess.run(command, env=environment, cwd=CODE, check=True, timeout=250)
+    finally:
+        for host in hosts:
+            host.kill()
     return json.loads((folder / f"{wrap}-{count}").read_text())
 
 
+class Ended(dict):
+    """What the cases gave, by number of data hosts, or by one of RUNS; runs them when asked."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __missing__(self, key: Any) -> dict[str, tuple[list, str]]:
+        self[key] = {}  # if it fails, it is not run again
+        self[key] = run(self.folder, *RUNS.get(key, ("RemoteDataset", key)))
+        return self[key]
+
+
+RUNS = {"plain": ("plain", 0), "without variables": ("without variables", 1)}
+
+
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict]:
-    """By number of data hosts, or "plain": what the cases gave."""
-    folder = tmp_path_factory.mktemp("inherit")
-    ended = {count: run(folder, "RemoteDataset", count) for count in range(3)}
-    return ended | {"plain": run(folder, "plain", 0)}
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return Ended(tmp_path_factory.mktemp("inherit"))
 
 
 @pytest.mark.parametrize("hosts", [0, 1, 2])
-@pytest.mark.parametrize("name", INHERITED)
-def test_data_hosts_have_it(ended, name: str, hosts: int):
-    assert ended[hosts][name][0] == ended["plain"][name][0]
+@pytest.mark.parametrize("case", INHERITED)
+def test_data_hosts_have_it(ended, case: Callable, hosts: int):
+    assert ended[hosts][case.__name__][0] == ended["plain"][case.__name__][0]
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_they_lack_is_refused_with_both_values(ended, name: str, hosts: int):
+@pytest.mark.parametrize(
+    "name, hosts",
+    [
+        *itertools.product(REFUSED, [1, 2]),
+        *itertools.product(NOT_CARRIED, ["without variables"]),
+    ],
+)
+def test_what_they_lack_is_refused_with_both_values(ended, name: str, hosts: Any):
     [said] = ended[hosts][name][0]
-    assert (
-        f"prepares another sample of Table than a worker of this script would: {REFUSED[name]}"
-        in said
-    )
+    assert f"sample of Table than a worker of this script would: {NOT_CARRIED[name]}" in said
     assert "What data hosts have" in said
-    assert ended[0][name][0] == ended["plain"][name][0]
 
 
 @pytest.mark.parametrize("hosts", [0, 1, 2])

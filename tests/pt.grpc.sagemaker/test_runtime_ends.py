@@ -219,7 +219,7 @@ def test_an_error_in_the_leader_s_own_code_is_the_reason(jobs: Jobs, bug: str):
     job, _ = run_programs(jobs, "", files={"launcher.py": launcher})
     said = r"The leader on algo-\d \(dnn_group\) failed: ZeroDivisionError: division by zero\."
     assert re.search(said, job["FailureReason"])
-    assert job["TrainingTimeInSeconds"] < 30
+    assert job["TrainingTimeInSeconds"] < 100  # hosts would wait 600 s for each other
 
 
 # Healthy ranks lose a connection, print what torch prints, and exit before the failed one.

@@ -8,6 +8,7 @@ process's id, nothing is known.
 """
 
 import contextlib
+import gc
 import os
 import pickle
 import signal
@@ -74,6 +75,7 @@ def send_samples(pipe: Connection, dataset: Any, collate_fn: Callable | None, ch
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1), os.dup2(nowhere, 2)  # what it prints, the data hosts print, too
     torch.set_num_threads(1)
+    gc.disable()  # the training's objects, such as tensors on a GPU, must not be freed here
     try:
         generators = generators_of(dataset, collate_fn)
         value, parts = encode(prepare(dataset, generators, chunk, collate_fn))
@@ -134,9 +136,13 @@ def explain(
     process.pipe.poll(seconds)
     process.look()
     process.end()
-    if not isinstance(process.samples, BaseException) and error.args:
-        text = f"{error.args[0]}\nThis host can prepare these samples. {WHY}. Or a file is missing"
-        error.args = f"{text} there: data hosts need it at the same path", *error.args[1:]
+    message = error.args[0] if error.args else None
+    if isinstance(message, str) and not isinstance(process.samples, BaseException):
+        text = (
+            f"{message}\nThis host can prepare these samples. {WHY}. Or a file is missing there: "
+        )
+        text += "data hosts need it at the same path"
+        error.args = type(message)(text), *error.args[1:]  # torch has a kind of str for KeyErrors
 
 
 def difference(

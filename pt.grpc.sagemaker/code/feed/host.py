@@ -37,7 +37,7 @@ class DataHost:
     whatever the Dataset raises there.
     """
 
-    def __init__(self, address: str, token: str, digest: bytes, place: tuple[int, int]):
+    def __init__(self, address: str, token: str, digest: bytes, place: tuple[int, int] = (0, 1)):
         self.address, self.token, self.digest, self.failure = address, token, digest, ""
         self.place = place  # its number, and how many there are
         self.channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)

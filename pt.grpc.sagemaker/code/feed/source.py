@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, get_worker_info
 from feed.compare import Comparison, explain
 from feed.epochs import Asked, asked_for
 from feed.fetch import Fetcher
-from feed.inherit import environment, environment_at_start
+from feed.inherit import environment, environment_at_start, variables
 from feed.samples import Asker, Chunk, make, prepare, undisturbed
 from feed.travel import Digest, dump, generators_of, paths_beside_script
 
@@ -79,6 +79,7 @@ class Source:
             self.stream, self.is_kept = None, False  # a RemoteStream's stream; see connect
             self.epoch = self.place = -1
             self.noticed, self.pickled_init_fn = set(), b""
+            self.reached: set[str] = set()  # modules that worker_init_fn refers to
             if get_worker_info() and (parent := multiprocessing.parent_process()):
                 # torch's own watchdog does not check while this process waits for samples.
                 threading.Thread(target=end_with, args=(parent,), daemon=True).start()
@@ -209,7 +210,7 @@ class Source:
         """Return the pickled worker_init_fn. Unlike the Dataset, it may differ between ranks."""
         if asked and asked.worker_init_fn and self.hosts and not self.pickled_init_fn:
             file = io.BytesIO()
-            dump(file, worker_init_fn=asked.worker_init_fn)
+            self.reached = dump(file, worker_init_fn=asked.worker_init_fn).modules
             self.pickled_init_fn = file.getvalue()
             if b"RemoteDataset" in self.pickled_init_fn or b"RemoteStream" in self.pickled_init_fn:
                 raise TypeError(
@@ -248,9 +249,15 @@ class Source:
             return
         parts = {"dataset": self.given, "is_made": self.is_made, "collate_fn": self.collate_fn}
 
+        reached, found = self.reached, list[bytes]()
+
         def write(to: Any) -> dict[str, str]:  # without `self`, which it would keep alive
             pickle.dump(paths_beside_script(), to)  # first, as the other parts may need them
-            return dump(to, **parts).globals
+            pickler = dump(to, **parts)
+            if not found:  # the first time
+                found.append(pickle.dumps(variables(sorted({*reached, *pickler.modules}))))
+            to.write(found[0] + len(found[0]).to_bytes(8, "big"))
+            return pickler.globals
 
         def upload() -> IO[bytes]:
             if digest.file:

@@ -45,17 +45,26 @@ class DatasetPickler(cloudpickle.Pickler):
         self.stays_here = stays_here
         self.generators: list[Any] = []
         self.globals: dict[str, str] = {}  # of the training script -> where they are used
+        self.modules: set[str] = set()  # that the Dataset refers to
         for module in filter(None, map(sys.modules.get, MAIN)):
             self.globals_ref[id(vars(module))] = ScriptGlobals(__name__="__main__")
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)):
+            self.modules.add(str(value.__module__))
+        elif isinstance(value, ModuleType):
+            self.modules.add(value.__name__)
+        if isinstance(value, FunctionType):
+            self.modules |= imported_in(value)
         if is_generator(value):
             self.generators.append(value)
         elif isinstance(value, np.memmap):
             return open_memmap, memmap_place(value)
         elif type(value) is torch.Tensor and is_plain(value):
             return reduced(value)
-        elif isinstance(value, type) and value.__module__ in MAIN:
+        elif isinstance(value, type) and (
+            value.__module__ in MAIN or "<locals>" in value.__qualname__
+        ):
             if self.stays_here and "<locals>" not in value.__qualname__:
                 return of_main, (value.__qualname__,)
             # cloudpickle's random id would give the Dataset a different digest in each rank.
@@ -202,6 +211,13 @@ def generators_of(*values: Any) -> dict[int, Any]:
                 known.add(id(value))
                 found[zlib.crc32(f"{name}.{variable}".encode()) >> 1] = value
     return found
+
+
+def imported_in(function: FunctionType) -> set[str]:
+    """Return the loaded modules that a function may import when it is called."""
+    names = function.__code__.co_names
+    first = [name for name in names if name in sys.modules]
+    return {*first, *(f"{of}.{name}" for of in first for name in names)} & sys.modules.keys()
 
 
 def is_generator(value: Any) -> bool:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from feed.inherit import set_variables
 from feed.iterate import Stream, run
 from feed.samples import (
     Chunk,
@@ -101,8 +102,14 @@ def hold(main: socket.socket, requests: socket.socket) -> None:
     state, value, made, generators = READY, b"", (), {}
     try:
         with open(payload, "rb") as file:
+            file.seek(-8, os.SEEK_END)
+            size = int.from_bytes(file.read(), "big")
             file.seek(0)
             sys.path[:0] = map(os.path.abspath, pickle.load(file))
+            dataset_at = file.tell()
+            file.seek(-8 - size, os.SEEK_END)
+            set_variables(pickle.load(file))
+            file.seek(dataset_at)
             made = given, is_made, collate_fn = pickle.load(file)
         if is_made:  # find them once for all workers, since that reads the whole Dataset
             generators = generators_of(given, collate_fn)
