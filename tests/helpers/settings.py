@@ -1,4 +1,4 @@
-"""The settings module of a training script, which changes them: see test_inherit.py."""
+"""The settings module of a training script, which changes them: see inheriting.py."""
 
 import numpy as np
 
