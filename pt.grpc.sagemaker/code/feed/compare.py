@@ -1,7 +1,7 @@
 """Compares a sample of a data host with the one that a worker forked from this process prepares.
 
-A forked worker has everything that the script has set, such as a variable of a module or a setting
-of a library. A data host has the Dataset, but imports modules anew. So in each epoch, two new
+A forked worker has everything that the script has set. A data host has the Dataset and what
+inherit.py sends, but not, for example, the settings of a library. So in each epoch, two new
 processes on each side prepare the first sample. The Dataset is refused if each side agrees with
 itself, but not with the other side. If a side does not agree with itself, as when a sample has the
 process's id, nothing is known.
@@ -30,9 +30,8 @@ PROCESSES = 2  # on each side
 SAME_ON_AVERAGE = 1e-3  # of the largest value: CPUs may round differently
 SAME_AT_MOST = 1e-2, 0.02  # the same, for each value; one step of 255 in a normalized image
 WHY = (
-    "Data hosts import modules anew, so what the script has set since then is missing there, such "
-    "as a variable of a module, or a setting of a library: pass it to the Dataset, or set it in a "
-    "worker_init_fn ('What data hosts have' in loader.md)"
+    "Data hosts lack what the script has set in installed modules, such as a setting of a library: "
+    "set it in a worker_init_fn, or pass it to the Dataset ('What data hosts have' in loader.md)"
 )
 
 
