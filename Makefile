@@ -37,7 +37,7 @@ thorough: $(environment) ## run the long tests, which `make test` leaves out, an
 	exit $$failed
 
 versions: $(environment) ## test what people copy with the other Pythons, and the oldest PyTorch
-	@tests/versions.sh
+	@tests/versions.sh $(VERSIONS)
 
 containers: $(environment) ## run the jobs in replicas of AWS's containers, and Studio's (needs root, Python 3.12, 3.10)
 	@tests/containers/run.sh $(IMAGES)

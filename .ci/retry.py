@@ -13,7 +13,7 @@ from pathlib import Path
 
 OF_WHAT_IS_COPIED = ("tests/pt.grpc.sagemaker/", "tests/tf.data.service.sagemaker/")
 RUNS = 5
-MOST = 10  # more failures than this are no coincidence
+MOST = 10  # more failures than this are no coincidence; one fixture may fail all tests of a file
 FAILED_TESTS = Path(".pytest_cache/v/cache/lastfailed")
 FAILED_ENDINGS = Path("build/failed-endings.txt")  # tests/endings.py writes it
 
@@ -28,11 +28,11 @@ def main() -> None:
     """Run the failed tests and endings; exit with a status other than 0 if any fails again."""
     tests = list(json.loads(FAILED_TESTS.read_text())) if FAILED_TESTS.exists() else []
     endings = FAILED_ENDINGS.read_text().splitlines() if FAILED_ENDINGS.exists() else []
-    count = len(tests) + len(endings)
+    count = len({name.split("::")[0] for name in tests}) + len(endings)
     if count == 0:
         sys.exit("No test failed, so nothing is run again: see the output above.")
     if count > MOST:
-        sys.exit(f"{count} tests failed, too many to run again: see the output above.")
+        sys.exit(f"{count} files of tests and endings failed, too many to run again: see above.")
     with open("build/retried.txt", "a") as file:
         file.writelines(f"{name}\n" for name in tests + endings)
     # Run whole notebooks, since cells need the cells above them.

@@ -44,7 +44,7 @@ run() {
 
 uv=$PWD/.venv/bin/uv failed=0
 for version in ${*:-$supported oldest}; do
-    [ "$version" != "$own" ] || [ $# -gt 0 ] || continue
+    [ "$version" != "$own" ] || continue
     number=${version/oldest/$oldest_python}
     # A command may exist but not run, such as pyenv's shims.
     for python in "python$number" "$HOME/.pyenv/versions/$number".*/bin/python; do
