@@ -22,6 +22,15 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 SAMPLES = 61  # a prime, so ranks and batches never divide it evenly
 
 
+def seed_all() -> None:
+    """Seed all generators, as a training script does."""
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+
+
+def numbers_drawn() -> tuple:
+    return torch.rand(1).item(), np.random.rand(), random.random()
+
+
 class Numbers(Dataset):
     """Samples without random numbers."""
 

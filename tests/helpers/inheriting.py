@@ -3,47 +3,65 @@
 Run as a program, with the name of a file and how to wrap a Dataset, it writes what each case gives.
 """
 
+import functools
 import json
+import logging
 import os
+import pickle
 import random
-import sqlite3
 import sys
 import tempfile
-import time
+import threading
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageFile
+from PIL import ImageFile
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from feed import RemoteDataset, source
-from helpers import settings
+from helpers import settings, settings_user
+from helpers.ordinary import ORDINARY, Table, epochs
 
 rng = np.random.default_rng(0)
+lock, remembered, log = threading.RLock(), threading.local(), logging.getLogger("script")
 
 
-class Table(Dataset):
-    """Has `what` as the function that prepares its samples."""
+@functools.lru_cache(maxsize=7)
+def fibonacci(number: int) -> int:
+    return number if number < 2 else fibonacci(number - 1) + fibonacci(number - 2)
 
-    def __init__(self, what: Callable, **attributes: Any):
-        self.what = what
-        self.__dict__.update(attributes)
+
+@functools.singledispatch
+def kind(value: Any) -> str:
+    return "something"
+
+
+@kind.register
+def _(value: int) -> str:
+    return "a number"
+
+
+class Lazy:
+    @functools.cached_property
+    def size(self) -> int:
+        return 32
+
+
+class Stage(Dataset):
+    """Gives what the script has set in shared memory, in a module and in the environment."""
+
+    def __init__(self) -> None:
+        self.stage = torch.zeros(2).share_memory_()
 
     def __len__(self) -> int:
         return 64
 
-    def __getitem__(self, index: int) -> Any:
-        return self.what(self, index)
-
-
-def epochs(dataset: Any, count: int = 1, **options: Any) -> list:
-    """Return all samples of some epochs."""
-    torch.manual_seed(1)
-    loader = DataLoader(dataset, 16, num_workers=2, collate_fn=list, **options)
-    return [sample for _ in range(count) for batch in loader for sample in batch]
+    def __getitem__(self, index: int) -> tuple:
+        return self.stage.tolist(), settings.SIZE, os.environ.get("STAGE")
 
 
 # What the script has set. Each case returns its samples, of which all are alike.
@@ -112,7 +130,83 @@ def the_default_dtype(wrap: Callable) -> list:
     return samples
 
 
+def one_object_of_several_modules(wrap: Callable) -> list:
+    """The Dataset changes it, as for images of several sizes."""
+    settings.nodes["size"] = 32
+
+    def sample(self: Table, index: int) -> tuple:
+        settings.nodes["size"] += 1
+        sizes = settings_user.size(), settings.of_nodes(), settings.pair[1][0]["size"]
+        settings.nodes["size"] -= 1
+        return sizes
+
+    return epochs(wrap(Table(sample)))
+
+
+def one_of_several_objects_with_names(wrap: Callable) -> list:
+    settings.mode, settings.log = settings.Mode.TEST, logging.getLogger("test")
+    settings.folder, settings.known = Path("test"), {*"xyz"}
+
+    def sample(self: Table, index: int) -> tuple:
+        names = [mode.name for mode in settings.Mode] + [logging.getLogger("train").name]
+        now = settings.mode.name, settings.log.name, settings.folder, sorted(settings.known)
+        return names, now
+
+    return epochs(wrap(Table(sample)))
+
+
+def what_pickle_does_not_know(wrap: Callable) -> list:
+    def sample(self: Table, index: int) -> tuple:
+        with lock:
+            log.debug("sample %d", index)
+            remembered.size = Lazy().size
+        return (
+            fibonacci(20),
+            fibonacci.cache_parameters(),
+            kind(index),
+            kind("index"),
+            remembered.size,
+        )
+
+    return epochs(wrap(Table(sample)))
+
+
+def shared_memory(wrap: Callable, context: str = "fork") -> list:
+    """The script changes it between epochs of persistent workers."""
+    settings.SIZE, os.environ["STAGE"] = 64, "2"
+    table, options = Stage(), {"persistent_workers": True, "multiprocessing_context": context}
+    loader = DataLoader(wrap(table), 16, num_workers=1, collate_fn=list, **options)
+    found = []
+    for epoch in range(3):
+        table.stage.fill_(epoch)
+        found += [sample for batch in loader for sample in batch]
+    return found
+
+
+def a_spawned_worker(wrap: Callable) -> list:
+    """It has imported the modules anew, so that also a plain one lacks what the script has set."""
+    return shared_memory(wrap, "spawn")
+
+
+class Pairs(Table):
+    Pair = namedtuple("Pair", "one other")
+
+
+def a_namedtuple_in_a_class(wrap: Callable) -> list:
+    """Without workers, since torch's own could not send it."""
+    dataset = wrap(Pairs(lambda self, index: self.Pair(1, "2")))
+    samples = [sample for batch in DataLoader(dataset, 16, collate_fn=list) for sample in batch]
+    assert {*map(type, samples)} == {Pairs.Pair}
+    return samples
+
+
 INHERITED = [
+    a_namedtuple_in_a_class,
+    one_object_of_several_modules,
+    one_of_several_objects_with_names,
+    what_pickle_does_not_know,
+    shared_memory,
+    a_spawned_worker,
     a_variable,
     a_nested_setting,
     a_class_attribute,
@@ -132,6 +226,8 @@ NOT_CARRIED = REFUSED | {
     "a_replaced_function": "it is 8 there, 32 here",
     "a_configuration_that_others_hold": "[0] is 8 there, 32 here",
     "a_replaced_method": "it is 8 there, 32 here",
+    "one_object_of_several_modules": "[0] is 9 there, 33 here",
+    "one_of_several_objects_with_names": "[1][0] is 'TRAIN' there, 'TEST' here",
     "a_module_that_a_function_imports": "it is 8 there, 32 here",
 }
 
@@ -205,82 +301,6 @@ RANDOM = [
 NOT_REPEATABLE = [made_when_it_is_first_used]
 
 
-# Datasets with a history, or with something of their process. Each returns its samples' indices.
-
-
-def a_buffer(wrap: Callable) -> list:
-    def mosaic(self: Table, index: int) -> tuple:
-        self.buffer = [*self.buffer, index][-9:]
-        return index, len(self.buffer), random.choice(self.buffer)
-
-    return [index for index, *_ in epochs(wrap(Table(mosaic, buffer=[])), 2)]
-
-
-def a_cache(wrap: Callable) -> list:
-    dataset = Table(lambda s, index: s.cache.setdefault(index, (index, random.random())), cache={})
-    return [index for index, _ in epochs(wrap(dataset), 2)]
-
-
-def a_process_number(wrap: Callable) -> list:
-    return [index for index, _ in epochs(wrap(Table(lambda s, index: (index, os.getpid()))))]
-
-
-def a_folder(wrap: Callable) -> list:
-    def path(self: Table, index: int) -> tuple:
-        self.folder = self.folder or tempfile.TemporaryDirectory()
-        return index, self.folder.name
-
-    return [index for index, _ in epochs(wrap(Table(path, folder=None)))]
-
-
-def a_handle(wrap: Callable) -> list:
-    """The training's own Dataset stays as it is, also without workers."""
-
-    def query(self: Table, index: int) -> int:
-        self.handle = self.handle or sqlite3.connect(":memory:")
-        return self.handle.execute(f"select {index}").fetchone()[0]
-
-    table = Table(query, handle=None)
-    samples = [sample for batch in DataLoader(wrap(table), 16, collate_fn=list) for sample in batch]
-    assert not table.handle or wrap is not RemoteDataset
-    table.handle = None
-    return samples + epochs(wrap(table))
-
-
-def a_file_of_data_hosts(wrap: Callable) -> list:
-    def read(self: Table, index: int) -> int:
-        assert wrap is not RemoteDataset or os.environ.get("PLACE") == "there" or not self.is_far
-        return index
-
-    is_far = "HETERO_DATA_HOSTS" in os.environ
-    return epochs(wrap(Table(read, is_far=is_far)))
-
-
-def a_clock(wrap: Callable) -> list:
-    return [index for index, _ in epochs(wrap(Table(lambda s, index: (index, time.time() % 1))))]
-
-
-def nothing_but_an_image(wrap: Callable) -> list:
-    def image(self: Table, index: int) -> tuple:
-        noise = np.random.randint(0, 256, (8, 8, 3), np.uint8)
-        return index, Image.fromarray(noise), {"nan": float("nan"), "noise": {1, 2}, "none": None}
-
-    return [index for index, *_ in epochs(wrap(Table(image)))]
-
-
-ORDINARY = [
-    a_buffer,
-    a_cache,
-    a_process_number,
-    a_folder,
-    a_handle,
-    a_file_of_data_hosts,
-    a_clock,
-    nothing_but_an_image,
-]
-SILENT = [a_buffer, a_cache, a_handle, nothing_but_an_image]  # there is nothing to say about these
-
-
 def a_host_that_fails(wrap: Callable) -> list:
     def read(self: Table, index: int) -> int:
         if index == 40 and os.environ.get("PLACE") == "there":
@@ -290,21 +310,22 @@ def a_host_that_fails(wrap: Callable) -> list:
     return epochs(wrap(Table(read)))
 
 
-CASES = [each.__name__ for each in [*INHERITED, *RANDOM, *ORDINARY, a_host_that_fails]]
+FAIL = [a_setting_of_a_library, a_host_that_fails]
+CASES = {case.__name__: case for case in [*INHERITED, *RANDOM, *ORDINARY, *FAIL]}
 
 
 def main() -> None:
     """Write what each case has given, random ones twice, and what it has printed."""
     wrap = RemoteDataset if sys.argv[2] != "plain" else lambda dataset: dataset
-    found, cases = {}, [*REFUSED, *CASES]
+    found, cases = {}, [*CASES]
     if sys.argv[2] == "without variables":
-        source.variables, cases = lambda reached: [], NOT_CARRIED
+        source.variables, cases = lambda reached: pickle.dumps([]), NOT_CARRIED
     for name in cases:
         with tempfile.TemporaryFile() as output:
             os.dup2(output.fileno(), 1)
             try:
-                times = 2 if globals()[name] in RANDOM else 1
-                gave = [[repr(s) for s in globals()[name](wrap)] for _ in range(times)]
+                times = 2 if CASES[name] in RANDOM else 1
+                gave = [[*map(repr, CASES[name](wrap))] for _ in range(times)]
             except Exception as error:
                 gave = [str(error)]
             found[name] = gave, os.pread(output.fileno(), 1 << 20, 0).decode()

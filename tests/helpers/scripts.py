@@ -22,7 +22,7 @@ from helpers.datasets import assert_same
 
 RANKS = 2
 Wrap = Callable[[Dataset], Dataset]  # either RemoteDataset, or a function that changes nothing
-LIBRARY = "def double(value):\n    return value * 2\n"  # a module next to the script
+LIBRARY = "def double(value):\n    return value * 2\n"  # modules of the script
 
 
 def is_there() -> bool:
@@ -53,14 +53,15 @@ def new_model() -> torch.nn.Module:
 
 
 def run(script: str, folder: Path, names: list[str]) -> dict[str, list[str]]:
-    """Run scripts on two ranks, with two data hosts.
+    """Run scripts, which are in the subfolder tools, on two ranks with two data hosts.
 
     Returns:
         By script, how it ended on each rank: "" or a traceback.
     """
-    (folder / "library").mkdir()
-    (folder / "library" / "transforms_of_mine.py").write_text(LIBRARY)
-    script = shutil.copy(script, folder)
+    for place in ("library", "tools"):
+        (folder / place).mkdir()
+        (folder / place / f"{place}_of_mine.py").write_text(LIBRARY)
+    script = Path(shutil.copy(script, folder / "tools")).relative_to(folder)
     place, ranks = {"PLACE": "a data host"}, []
     hosts = [DataHost(workers, environment=place, folder=folder) for workers in (1, 2)]
     try:

@@ -1,7 +1,6 @@
 """The loader: samples and errors from data hosts are those of a plain DataLoader."""
 
 import functools
-import random
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -43,19 +42,12 @@ from helpers.datasets import (
     Together,
     Troubled,
     assert_same,
+    numbers_drawn,
+    seed_all,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 BATCH_SIZE = 7
-
-
-def seed_all() -> None:
-    """Seed all generators, as a training script does."""
-    torch.manual_seed(5), np.random.seed(5), random.seed(5)
-
-
-def numbers_drawn() -> tuple:
-    return torch.rand(1).item(), np.random.rand(), random.random()
 
 
 def two_epochs(dataset: Dataset, **options: Any) -> tuple[list, list]:
@@ -196,18 +188,6 @@ def test_samples_that_are_not_spread_are_the_same_and_the_log_says_so(hosts, cap
         assert_same(samples(hosts, dataset, **options, num_workers=2), expected)
         assert capfd.readouterr().out.count(words) == 1
     assert {count for batch in expected[:-1] for _, count, _ in batch} == {7}
-
-
-def test_it_can_be_indexed_without_a_dataloader(hosts):
-    for some in ([], hosts):
-        dataset = remote(some, Draws())
-        seed_all()
-        expected = numbers_drawn()
-        seed_all()
-        assert [sample[0] for sample in dataset.__getitems__([3, 4])] == [3, 4]
-        assert dataset[5][0] == 5 and len(dataset) == SAMPLES
-        assert numbers_drawn() == expected
-        assert [*remote(some, [1, 2, 3])] == [1, 2, 3]  # an IndexError ends the loop
 
 
 # What a sample may be

@@ -4,6 +4,7 @@ The script is helpers/inheriting.py. The reference is the plain DataLoader, whos
 have everything that the script has set.
 """
 
+import importlib
 import itertools
 import json
 import os
@@ -16,19 +17,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from feed import compare
-from helpers import inheriting
+from feed import compare, inherit, travel
+from helpers import inheriting, settings
 from helpers.data_hosts import CODE, PATHS, DataHost, environment_of, up
 from helpers.inheriting import (
     INHERITED,
     NOT_CARRIED,
     NOT_REPEATABLE,
-    ORDINARY,
     RANDOM,
     REFUSED,
-    SILENT,
     a_host_that_fails,
 )
+from helpers.ordinary import ORDINARY, SILENT
+
+pytestmark = pytest.mark.timeout(600)  # the script runs in the first test that asks for it
 
 
 def run(folder: Path, wrap: str, count: int) -> dict[str, tuple[list, str]]:
@@ -38,7 +40,7 @@ def run(folder: Path, wrap: str, count: int) -> dict[str, tuple[list, str]]:
     environment |= {"REMOVED": "no", "TMPDIR": str(folder)}
     command = [sys.executable, inheriting.__file__, folder / f"{wrap}-{count}", wrap]
     try:
-        subprocess.run(command, env=environment, cwd=CODE, check=True, timeout=250)
+        subprocess.run(command, env=environment, cwd=CODE, check=True)
     finally:
         for host in hosts:
             host.kill()
@@ -105,6 +107,27 @@ def test_an_error_says_that_it_works_here(ended, hosts: int):
     [said] = ended[hosts][a_host_that_fails.__name__][0]
     assert "OSError: image file is truncated" in said and "This host can prepare these" in said
     assert ended[0][a_host_that_fails.__name__] == ended["plain"][a_host_that_fails.__name__]
+
+
+def test_nothing_is_set_where_nothing_differs(capsys):
+    """The variables come back as other objects, as on a data host."""
+    before = settings.nodes, settings.pair, settings.mode
+    inherit.set_variables(inherit.variables(["helpers.settings", "helpers.settings_user"]))
+    assert not capsys.readouterr().out
+    after = settings.nodes, settings.pair, settings.mode
+    assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+def test_modules_that_pip_has_installed_are_not_the_script_s(tmp_path: Path, monkeypatch):
+    """Also in a folder of another name, as with `pip install --target`."""
+    for name in ("installed", "written"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}_module.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / name)
+        importlib.import_module(f"{name}_module")
+    (tmp_path / "installed" / "installed-1.0.dist-info").mkdir()
+    own = travel.own_modules()
+    assert "written_module" in own and "installed_module" not in own
 
 
 RESIZE = """

@@ -145,13 +145,15 @@ def rank(wrap: Wrap) -> Any:
 
 
 def beside(wrap: Wrap) -> Any:
-    """A transform from a folder beside the script, which the script adds to sys.path."""
-    sys.path.insert(0, str(Path(__file__).parent / "library"))
-    import transforms_of_mine
+    """Transforms from the script's own folder, and from one that it adds to sys.path."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "library"))
+    import library_of_mine
+    import tools_of_mine
 
     class Transformed(Numbers):
         def __getitem__(self, index: int) -> torch.Tensor:
-            return transforms_of_mine.double(super().__getitem__(index)[0])
+            number, _ = super().__getitem__(index)
+            return library_of_mine.double(tools_of_mine.double(number))
 
     return list(DataLoader(wrap(Transformed()), batch_size=9, num_workers=1))
 

@@ -2,7 +2,7 @@
 
     dataset = RemoteDataset(MyDataset(...))
 
-remote.py   RemoteDataset; source.py: where its samples come from
+remote.py   RemoteDataset; stand_in.py: its attributes; source.py: where its samples come from
 epochs.py   finds out which batch a DataLoader asks for
 streams.py  RemoteDataset for an IterableDataset; iterate.py: its iterator, on a data host
 fetch.py    divides a batch among the data hosts; host.py: a client of one data host
@@ -16,7 +16,7 @@ worker.py   the server's processes that hold Datasets
 
 from typing import Any
 
-__version__ = "2026-11-26.3"  # CHANGES.md says what else to change when you update your copy
+__version__ = "2026-11-26.4"  # CHANGES.md says what else to change when you update your copy
 __all__ = ["RemoteDataset", "as_is"]
 
 

@@ -29,18 +29,26 @@ from feed.worker import fork
 PROCESSES = 2  # on each side
 SAME_ON_AVERAGE = 1e-3  # of the largest value: CPUs may round differently
 SAME_AT_MOST = 1e-2, 0.02  # the same, for each value; one step of 255 in a normalized image
+WHERE = "'What data hosts have' in loader.md"
 WHY = (
     "Data hosts lack what the script has set in installed modules, such as a setting of a library: "
-    "set it in a worker_init_fn, or pass it to the Dataset ('What data hosts have' in loader.md)"
+    f"set it in a worker_init_fn, or pass it to the Dataset ({WHERE})"
 )
 
 
 class Here:
     """A process, forked from this one, that prepares samples and sends them back."""
 
-    def __init__(self, dataset: Any, collate_fn: Callable | None, chunk: Chunk, seconds: float):
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable | None,
+        chunk: Chunk,
+        seconds: float,
+        has_generators: bool,
+    ):
         self.pipe, its = Pipe(duplex=False)
-        self.pid = fork(send_samples, its, dataset, collate_fn, chunk)
+        self.pid = fork(send_samples, its, dataset, collate_fn, chunk, has_generators)
         its.close()
         self.seconds, self.until = seconds, time.monotonic() + seconds
         self.samples: Any = None  # or an exception
@@ -69,14 +77,16 @@ class Here:
             self.pipe.close()
 
 
-def send_samples(pipe: Connection, dataset: Any, collate_fn: Callable | None, chunk: Chunk) -> None:
+def send_samples(
+    pipe: Connection, dataset: Any, collate_fn: Callable | None, chunk: Chunk, has_generators: bool
+) -> None:
     """Prepare samples, and send them through the pipe. Runs in a process of its own."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1), os.dup2(nowhere, 2)  # what it prints, the data hosts print, too
     torch.set_num_threads(1)
     gc.disable()  # the training's objects, such as tensors on a GPU, must not be freed here
     try:
-        generators = generators_of(dataset, collate_fn)
+        generators = generators_of(*((dataset, collate_fn) if has_generators else ()))
         value, parts = encode(prepare(dataset, generators, chunk, collate_fn))
         state = READY
     except BaseException:
@@ -87,13 +97,20 @@ def send_samples(pipe: Connection, dataset: Any, collate_fn: Callable | None, ch
 class Comparison:
     """A comparison that is under way: new processes here, and tasks for the Fetcher."""
 
-    def __init__(self, dataset: Any, collate_fn: Callable | None, chunk: Chunk, seconds: float):
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable | None,
+        chunk: Chunk,
+        seconds: float,
+        has_generators: bool,
+    ):
         self.name, self.is_one = type(dataset).__name__, len(chunk.indices) == 1
         chunks = [
             chunk._replace(asker=chunk.asker._replace(worker=(number, PROCESSES)))
             for number in range(PROCESSES)
         ]
-        self.here = [Here(dataset, collate_fn, chunk, seconds) for chunk in chunks]
+        self.here = [Here(dataset, collate_fn, chunk, seconds, has_generators) for chunk in chunks]
         self.tasks = [Task(chunk, is_fresh=True) for chunk in chunks]
 
     def is_over(self) -> bool:
@@ -103,19 +120,27 @@ class Comparison:
 
     def result(self) -> str:
         """Return why nothing is known, or an empty string; raise RuntimeError if they differ."""
-        here, there = ([self.first(each) for each in side] for side in (self.here, self.tasks))
-        for side, samples in (("on this host", here), ("on a data host", there)):
-            for sample in samples:
-                if isinstance(sample, BaseException):
-                    return f"{side}, a new process failed ({sample})"
-            if what := difference(*samples, ("in one process", "in another one")):
-                return f"{side}, new processes prepare different ones: {what}"
-        if what := difference(there[0], here[0], ("there", "here")):
+        try:
+            why, what = self.compare()
+        except Exception as error:  # of an unusual type
+            return f"they cannot be compared ({error})"
+        if what:
             raise RuntimeError(
                 f"a data host prepares another sample of {self.name} than a worker of this "
                 f"script would: {what}. {WHY}"
             )
-        return ""
+        return why
+
+    def compare(self) -> tuple[str, str]:
+        """Return why nothing is known, and how they differ; either may be an empty string."""
+        here, there = ([self.first(each) for each in side] for side in (self.here, self.tasks))
+        for side, samples in (("on this host", here), ("on a data host", there)):
+            for sample in samples:
+                if isinstance(sample, BaseException):
+                    return f"{side}, a new process failed ({sample})", ""
+            if what := difference(*samples, ("in one process", "in another one")):
+                return f"{side}, new processes prepare different ones: {what}", ""
+        return "", difference(there[0], here[0], ("there", "here"))
 
     def first(self, prepared: Any) -> Any:
         """Return what a process or a task has prepared: a sample, a batch, or an exception."""
@@ -127,21 +152,23 @@ class Comparison:
             process.end()
 
 
-def explain(
-    error: Exception, dataset: Any, collate_fn: Callable | None, chunk: Chunk, seconds: float
-) -> None:
+def explain(error: Exception, process: Here) -> None:
     """Add to a data host's exception that these samples can be prepared here, if that is so."""
-    process = Here(dataset, collate_fn, chunk, seconds)
-    process.pipe.poll(seconds)
+    process.pipe.poll(process.seconds)
     process.look()
     process.end()
-    message = error.args[0] if error.args else None
-    if isinstance(message, str) and not isinstance(process.samples, BaseException):
+    if not isinstance(process.samples, BaseException):
         text = (
-            f"{message}\nThis host can prepare these samples. {WHY}. Or a file is missing there: "
+            f"This host can prepare these samples. {WHY}. Or a file is missing there: data hosts "
         )
-        text += "data hosts need it at the same path"
-        error.args = type(message)(text), *error.args[1:]  # torch has a kind of str for KeyErrors
+        add(error, text + "need it at the same path")
+
+
+def add(error: Exception, text: str) -> None:
+    """Add a line to the message of a data host's exception."""
+    message = error.args[0] if error.args else None
+    if isinstance(message, str):  # torch has a kind of str for KeyErrors
+        error.args = type(message)(f"{message}\n{text}"), *error.args[1:]
 
 
 def difference(

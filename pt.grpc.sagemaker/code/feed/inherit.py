@@ -11,12 +11,14 @@ import enum
 import functools
 import importlib
 import io
+import itertools
+import operator
 import os
 import pickle
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -34,17 +36,10 @@ OF_A_HOST = (
     *("HETERO", "SM_", "SAGEMAKER", "HOME", "HOSTNAME", "LD_", "PATH", "PWD", "PYTHON", "TMPDIR"),
 )
 MOST = 8 << 20  # bytes of a variable
-OF_THE_TRAINING = torch.nn.Module, DataLoader, Dataset, set, frozenset  # a set has no fixed order
-CONTAINERS: dict[Any, Callable] = {dict: dict.update, list: list.extend, deque: deque.extend}
-
-
-class Variable(NamedTuple):
-    """A variable of a module, or an attribute of a class."""
-
-    module: str
-    owner: str  # the class, or empty
-    name: str
-    pickled: bytes
+OF_THE_TRAINING = torch.nn.Module, DataLoader, Dataset
+SIMPLE = int, float, str, bytes, type(None)
+ORDINARY = object, dict, list, OrderedDict, SimpleNamespace
+HEAP_TYPE = 1 << 9  # the flag of classes that are defined in Python
 
 
 class Limited(io.BytesIO):
@@ -56,12 +51,14 @@ class Limited(io.BytesIO):
         return super().write(data)
 
 
-def variables(reached: Iterable[str]) -> list[Variable]:
-    """Return the variables of own modules: those that are reached, and those that these refer to.
+def variables(reached: Iterable[str]) -> bytes:
+    """Return the pickled variables of own modules: those that are reached, or that these refer to.
 
-    Variables that cannot be pickled, are large, or belong to the training stay here.
+    For each, it has the module, the class or "", the name and the value. They are one pickle, so
+    that what several modules have in common is one object on data hosts, too. What cannot be
+    pickled, is large, or belongs to the training stays here.
     """
-    own, todo, done, found = own_modules(), [*reached], {"__main__"}, []
+    own, todo, done, found = own_modules(), [*reached], {"__main__"}, {}
     for module in todo:  # which grows
         if module in done or module not in own:
             continue
@@ -80,8 +77,9 @@ def variables(reached: Iterable[str]) -> list[Variable]:
             content, its_modules = pickled(value)
             todo += its_modules
             if content:
-                found.append(Variable(module, owner, name, content))
-    return sorted(found)
+                found[module, owner, name] = value
+    DatasetPickler(file := io.BytesIO()).dump([(*key, found[key]) for key in sorted(found)])
+    return file.getvalue()
 
 
 def variables_of(module: str, space: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -107,38 +105,102 @@ def pickled(value: Any) -> tuple[bytes, set[str]]:
     return b"", set()
 
 
-def set_variables(there: list[Variable]) -> None:
+def set_variables(content: bytes) -> None:
     """Set what differs on this data host, in place where that is possible."""
-    names = []
-    for module, owner, name, content in there:
-        # What cannot be imported here, such as a module that reads arguments, is not used here.
+    update, names = Update(), []
+    try:
+        there = pickle.loads(content)
+    except (Exception, SystemExit) as error:  # such as of a module that reads arguments
+        print(f"feed: cannot set what the script has set in its modules: {error!r}", flush=True)
+        return
+    for module, owner, name, new in there:
+        # What cannot be imported here is not used here.
         with contextlib.suppress(Exception, SystemExit):
             space: Any = importlib.import_module(module)
             space = functools.reduce(getattr, filter(None, owner.split(".")), space)
-            old = vars(space).get(name)
-            if pickled(old)[0] == content and name in vars(space):
-                continue
-            new = pickle.loads(content)
-            if not (become(old, new) and pickled(old)[0] == content):
-                setattr(space, name, new)
-            names.append(".".join(filter(None, (module, owner, name))))
+            old, before = vars(space).get(name, update), update.changes
+            if (result := update.of(old, new)) is not old:
+                setattr(space, name, result)
+            if update.changes > before:
+                names.append(".".join(filter(None, (module, owner, name))))
     if names:
         shown = ", ".join(names[:9]) + (f" and {len(names) - 9} more" if len(names) > 9 else "")
         print(f"feed: set as in the training script: {shown}", flush=True)
 
 
-def become(old: Any, new: Any) -> bool:
-    """Change an object into `new`, as far as possible, for everything that refers to it."""
-    if type(old) is not type(new) or isinstance(old, (type, FunctionType)):
+class Update:
+    """Changes objects of this host into those of the script, which are one graph, too."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.results: dict[int, Any] = {}  # by the id of the script's object
+        self.used: set[int] = set()  # ids of this host's objects, each for one of the script's
+
+    def of(self, old: Any, new: Any) -> Any:
+        """Return `old`, changed into `new` for all that refers to it, or else `new`."""
+        if isinstance(new, SIMPLE):
+            self.changes += not is_equal(old, new)
+            return old if is_equal(old, new) else new
+        if id(new) in self.results:
+            self.changes += old is not self.results[id(new)]
+        elif type(new) is tuple:
+            olds = old if type(old) is tuple else ()
+            parts = (*itertools.starmap(self.of, zip_to(olds, new)),)
+            is_same = len(olds) == len(parts) and all(map(operator.is_, olds, parts))
+            self.results[id(new)] = old if is_same else parts
+        elif has_only_state(new) and type(old) is type(new) and id(old) not in self.used:
+            self.results[id(new)] = old
+            self.used.add(id(old))
+            self.change(old, new)
+        else:
+            is_same = old is new or is_equal(old, new)
+            self.changes += not is_same
+            self.results[id(new)] = old if is_same else new
+        return self.results[id(new)]
+
+    def change(self, old: Any, new: Any) -> None:
+        """Give an object the items and attributes of another one of its type."""
+        if isinstance(new, dict):
+            self.items(old, new)
+        elif isinstance(new, list):
+            self.changes += len(old) != len(new)
+            parts = [*itertools.starmap(self.of, zip_to(old, new))]
+            old.clear(), old.extend(parts)
+        if hasattr(new, "__dict__"):
+            self.items(vars(old), vars(new))
+
+    def items(self, old: dict, new: dict) -> None:
+        self.changes += old.keys() != new.keys()
+        items = {key: self.of(dict.get(old, key), value) for key, value in dict.items(new)}
+        dict.clear(old), dict.update(old, items)
+
+
+def zip_to(old: Iterable, new: Sequence) -> Iterator[tuple]:
+    """Pair each part of `new` with that of `old`, or with None."""
+    return zip(itertools.chain(old, itertools.repeat(None)), new, strict=False)
+
+
+def has_only_state(value: Any) -> bool:
+    """Return whether an object is nothing but its items and attributes.
+
+    Others, such as loggers and members of an enum, are made in a way of their own.
+    """
+    kind = type(value)
+    base = next(base for base in kind.__mro__ if not base.__flags__ & HEAP_TYPE)
+    is_made_as_usual = (
+        kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is base.__reduce__
+    )
+    return base in ORDINARY and is_made_as_usual
+
+
+def is_equal(old: Any, new: Any) -> bool:
+    """Return whether two values are the same, as far as that is known."""
+    if type(old) is not type(new):
         return False
-    for container, extend in CONTAINERS.items():
-        if isinstance(old, container):
-            container.clear(old)
-            extend(old, new)
-    if isinstance(attributes := getattr(old, "__dict__", None), dict):
-        attributes.clear()
-        attributes.update(vars(new))
-    return True
+    if isinstance(new, (*SIMPLE, set, frozenset)):
+        return old == new
+    content, _ = pickled(new)
+    return bool(content) and pickled(old)[0] == content
 
 
 def environment_at_start() -> dict[str, str]:

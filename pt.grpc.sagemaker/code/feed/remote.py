@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from feed.epochs import asked_for
 from feed.samples import check_is_map_style
-from feed.source import Source, Wrapper, as_is
+from feed.source import Source, as_is
+from feed.stand_in import Wrapper
 from feed.streams import stream_of
 
 __all__ = ["RemoteDataset", "as_is"]
@@ -55,6 +56,12 @@ class RemoteDataset(Wrapper):
         collate_fn: Callable[[list], Any] | None = None,
         timeout: float = 60.0,
     ):
+        parts = dataset.values() if isinstance(dataset, dict) else ()
+        if any(isinstance(part, Dataset) or hasattr(part, "__getitems__") for part in parts):
+            raise TypeError(
+                f"RemoteDataset got a {type(dataset).__name__} of Datasets: give it one of them, "
+                f"such as dataset[{next(iter(dataset))!r}]"
+            )
         is_class = isinstance(dataset, type)
         is_made = not is_class and (hasattr(dataset, "__getitem__") or not callable(dataset))
         if is_made:
@@ -72,7 +79,11 @@ class RemoteDataset(Wrapper):
         return self._source.length()
 
     def __getitem__(self, index: Any) -> Any:
-        return self._source.get([index], asked_for(), is_batch=False)[0]
+        asked = asked_for()
+        if not (asked or hasattr(index, "__index__")) and self._source.is_made:
+            # Such as a column, or a slice, of a Hugging Face Dataset.
+            return self._source.to_reach("__getitem__")[index]
+        return self._source.get([index], asked, is_batch=False)[0]
 
     def __getitems__(self, indices: list) -> Any:
         return self._source.get(list(indices), asked_for(), is_batch=True)

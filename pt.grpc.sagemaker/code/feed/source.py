@@ -1,5 +1,6 @@
 """Where a RemoteDataset's samples come from: data hosts, or, if there are none, this process."""
 
+import fcntl
 import io
 import mmap
 import multiprocessing
@@ -13,15 +14,21 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import get_worker_info
 
-from feed.compare import Comparison, explain
+from feed.compare import WHERE, Comparison, Here, add, explain
 from feed.epochs import Asked, asked_for
 from feed.fetch import Fetcher
 from feed.inherit import environment, environment_at_start, variables
 from feed.samples import Asker, Chunk, make, prepare, undisturbed
-from feed.travel import Digest, dump, generators_of, paths_beside_script
+from feed.travel import DatasetPickler, Digest, dump, generators_of, paths_of_script
 
+LOAD = (
+    "data hosts need the modules that it uses, and cannot have what only works on one host, such "
+    "as a connection. Open that when it is first used, or give RemoteDataset a callable that makes "
+    f"the Dataset ({WHERE})"
+)
+NOTHING = pickle.dumps((None, None))
 MOST_INIT_FN = 8 << 20  # bytes of a pickled worker_init_fn, which goes with each request
 
 
@@ -44,10 +51,14 @@ class Source:
         if self.hosts and not self.token:
             raise ValueError("RemoteDataset needs HETERO_TOKEN, the job's token, to use data hosts")
         self.first_batch, self.process = 0, 0
-        # Whether samples have been compared; shared with the workers, which are forked.
-        self.is_compared = mmap.mmap(-1, 1)
+        self.share()
         self.ranks: tuple[int, int] | None = None  # those of the process that spawned this one
         self.look_around()
+
+    def share(self) -> None:
+        """Make what this process and the workers that it forks have in common."""
+        self.is_compared = mmap.mmap(-1, 1)  # whether samples have been compared
+        self.digested = tempfile.TemporaryFile()  # see digest  # noqa: SIM115
 
     def __getstate__(self) -> dict:
         """Pickle this for a spawned process, in which the script is not `__main__`."""
@@ -63,7 +74,8 @@ class Source:
         Source.were_together |= state.pop("were_together")
         Source.began_with = state.pop("began_with")
         self.given, self.collate_fn = pickle.loads(state.pop("pickled"))
-        self.__dict__.update(state, process=0, is_compared=mmap.mmap(-1, 1))
+        self.__dict__.update(state, process=0)
+        self.share()
 
     def begin_process(self) -> None:
         """Forget the state of the process that this one was forked from."""
@@ -72,6 +84,7 @@ class Source:
             self.inherited = self.__dict__.get("fetcher"), self.__dict__.get("stream")
             self.process, self.fetcher = os.getpid(), None
             self.is_changed, self.was_reached = True, False
+            self.is_shared = self.has_generators = False  # the Dataset: see digest
             self.dataset = self.given if self.is_made else None
             self.generators: dict | None = None  # until they are looked for
             self.comparison: Comparison | None = None  # of this epoch, until it is over
@@ -93,7 +106,7 @@ class Source:
             )
         self.begin_process()
         if self.hosts and get_worker_info() and not self.fetcher and not asked_for().fetcher:
-            self.connect(keep=True)  # a worker_init_fn asks for it, and may change it
+            self.connect(asked_for(), keep=True)  # a worker_init_fn asks for it, and may change it
         self.was_reached = True
         return self.given
 
@@ -146,23 +159,35 @@ class Source:
                 chunk = chunk._replace(asker=chunk.asker._replace(worker=worker))
             with undisturbed(self.generators):
                 return prepare(dataset, self.generators, chunk, self.collate_fn)
+        self.connect(asked)
         if self.seen is not last and self.is_made:
             self.begin_comparison(chunk)
-        self.connect()
+        try:
+            return self.fetch(chunk, asked, is_batch)
+        except Exception as error:
+            if isinstance(error, FileNotFoundError):
+                add(error, f"Data hosts need the file at the same path ({WHERE})")
+            elif self.is_made and self.fetcher.failed:
+                parts = self.given, self.collate_fn, self.fetcher.failed, self.timeout
+                explain(error, Here(*parts, self.has_generators))
+            elif self.is_made and "on data host" in str(error):
+                add(
+                    error,
+                    f"The pickle of {type(self.given).__name__} could not be loaded there: {LOAD}",
+                )
+            raise
+
+    def fetch(self, chunk: Chunk, asked: Asked | None, is_batch: bool) -> Any:
+        """Return the samples, or the batch, from the data hosts."""
         self.fetcher.wait_for_host()
         described = self.fetcher.described
         is_whole = hasattr(self.given, "__getitems__") if self.is_made else described[1][1]
         is_divisible = not (self.collate_fn or is_whole)
         self.notice(is_batch, is_divisible, asked)
-        also = self.comparison.tasks if self.comparison else ()
-        try:
-            samples = self.fetcher.fetch(
-                chunk, is_divisible, asked.num_workers if asked else 1, also
-            )
-        except Exception as error:
-            if self.is_made and self.fetcher.failed:
-                explain(error, self.given, self.collate_fn, self.fetcher.failed, self.timeout)
-            raise
+        num_workers, also = asked.num_workers if asked else 1, ()
+        if self.comparison:
+            also = self.comparison.tasks
+        samples = self.fetcher.fetch(chunk, is_divisible, num_workers, also)
         if self.comparison:
             self.end_comparison()
         return samples
@@ -175,7 +200,9 @@ class Source:
         if not (info := get_worker_info()) or info.id == 0:
             if not (self.collate_fn or hasattr(self.given, "__getitems__")):
                 chunk = chunk._replace(indices=chunk.indices[:1])
-            self.comparison = Comparison(self.given, self.collate_fn, chunk, self.timeout)
+            self.comparison = Comparison(
+                self.given, self.collate_fn, chunk, self.timeout, self.has_generators
+            )
 
     def end_comparison(self) -> None:
         """Raise RuntimeError if data hosts prepare other samples than workers here.
@@ -233,13 +260,14 @@ class Source:
             self.seen, self.batch = asked.fetcher, None
             if asked.num_workers:
                 self.epoch += 1  # persistent workers keep the first epoch's seed
+                self.is_changed |= self.is_shared
             else:
                 self.epoch, self.is_changed = 0, True
         if self.batch != asked.batch:
             self.batch, self.place = asked.batch, 0
         return (asked.seed, self.epoch), asked.batch + self.first_batch
 
-    def connect(self, keep: bool = False) -> None:
+    def connect(self, asked: Asked | None = None, keep: bool = False) -> None:
         """Have the data hosts get the Dataset as it is now.
 
         It is pickled once for its digest, and again, into a file, for each upload, so the pickle is
@@ -248,69 +276,83 @@ class Source:
         if self.fetcher and not self.is_changed:
             return
         parts = {"dataset": self.given, "is_made": self.is_made, "collate_fn": self.collate_fn}
-
         reached, found = self.reached, list[bytes]()
 
-        def write(to: Any) -> dict[str, str]:  # without `self`, which it would keep alive
-            pickle.dump(paths_beside_script(), to)  # first, as the other parts may need them
+        def write(to: Any) -> DatasetPickler:  # without `self`, which it would keep alive
+            pickle.dump(paths_of_script(), to)  # first, as the other parts may need them
             pickler = dump(to, **parts)
             if not found:  # the first time
-                found.append(pickle.dumps(variables(sorted({*reached, *pickler.modules}))))
+                found.append(variables(sorted({*reached, *pickler.modules})))
             to.write(found[0] + len(found[0]).to_bytes(8, "big"))
-            return pickler.globals
+            return pickler
 
         def upload() -> IO[bytes]:
-            if digest.file:
-                return digest.file
+            if kept:
+                return kept
             file = tempfile.TemporaryFile()  # noqa: SIM115
             write(file)
             return file
 
-        digest = Digest(tempfile.TemporaryFile() if keep else None)  # noqa: SIM115
-        taken_along, sha256 = write(digest), digest.sha256.digest()
+        kept = tempfile.TemporaryFile() if keep else None  # noqa: SIM115
+        sha256, what, self.is_shared, self.has_generators = self.digest(write, asked, kept)
+        self.has_generators |= bool(asked and asked.worker_init_fn)  # which may make some
         self.is_changed = self.was_reached = False
         self.is_kept |= keep
-        if self.fetcher and self.fetcher.digest == sha256:
-            return
-        what = f"{type(self.given).__name__}, {digest.size / 1e6:.1f} MB"
-        if taken_along:
-            used = ", ".join(f"{name} in {where}" for name, where in taken_along.items())
-            what += f", with globals of the script that it uses ({used}),"
-        self.fetcher = Fetcher(self.hosts, self.token, self.timeout, what, sha256, upload)
+        if not self.fetcher or self.fetcher.digest != sha256:
+            self.fetcher = Fetcher(self.hosts, self.token, self.timeout, what, sha256, upload)
+
+    def digest(
+        self, write: Callable, asked: Asked | None, kept: IO[bytes] | None
+    ) -> tuple[bytes, str, bool, bool]:
+        """Return the SHA-256 of the Dataset's pickle, and a description.
+
+        Also returns whether it has memory that others may change, and whether it has generators.
+
+        The workers that a DataLoader starts have the same Dataset at first, unless a worker_init_fn
+        changes something. The one that locks the file first computes this, and the others read it
+        there, unless it has memory that others may change. A process that is killed loses its lock.
+        """
+
+        def compute() -> tuple[bytes, str, bool, bool]:
+            digest = Digest(kept)
+            pickler = write(digest)
+            what = f"{type(self.given).__name__}, {digest.size / 1e6:.1f} MB"
+            if pickler.globals:
+                used = ", ".join(f"{name} in {at}" for name, at in pickler.globals.items())
+                what += f", with globals of the script that it uses ({used}),"
+            return digest.sha256.digest(), what, pickler.is_shared, bool(pickler.generators)
+
+        info = get_worker_info()
+        if not (asked and info) or asked.worker_init_fn or self.fetcher or kept:
+            return compute()
+        # torch starts them one after the other.
+        loader = os.getppid(), multiprocessing.current_process()._identity[-1] - info.id, asked.seed
+        fcntl.lockf(self.digested, fcntl.LOCK_EX)
+        try:
+            its, found = pickle.loads(os.pread(self.digested.fileno(), 1 << 20, 0) or NOTHING)
+            if its != loader or found[2]:
+                found = compute()
+                os.pwrite(self.digested.fileno(), pickle.dumps((loader, found)), 0)
+            return found
+        finally:
+            fcntl.lockf(self.digested, fcntl.LOCK_UN)
 
     def notice(self, is_batch: bool, is_divisible: bool, asked: Asked | None) -> None:
         """Print once why getting samples is slow, if it is."""
         name, text, info = "the Dataset", "", get_worker_info()
         if self.is_made:
             name = type(self.given).__name__
-        if asked and not is_batch:
-            text = "the DataLoader asks for samples one by one: set batch_size; with a "
-            text += "ConcatDataset, put RemoteDataset around it, not inside"
+        if asked and not is_batch and asked.fetcher.auto_collation:
+            outer = type(asked.fetcher.dataset).__name__
+            text = f"{outer} asks {name} for samples one by one: put RemoteDataset around {outer}"
+        elif asked and not is_batch:
+            text = "the DataLoader asks for samples one by one: set batch_size"
         elif not is_divisible and not self.collate_fn:
             text = f"{name} has __getitems__, so each batch is prepared by one process: set "
             text += "num_workers to this rank's share of the data hosts' cores"
         if text and text not in self.noticed and (not info or info.id == 0):
             self.noticed.add(text)
             print(f"feed: {text}", flush=True)
-
-
-class Wrapper(Dataset):
-    """Stands in for a Dataset: all attributes except its own are those of the Dataset."""
-
-    _source: Source
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_source":
-            raise AttributeError(name)
-        return getattr(self._source.to_reach(name), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._source.to_reach(name), name, value)
-        self._source.is_changed = not get_worker_info()
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._source.to_reach(name), name)
-        self._source.is_changed = not get_worker_info()
 
 
 def world_size() -> int:

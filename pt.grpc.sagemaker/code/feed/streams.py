@@ -27,7 +27,8 @@ from feed.epochs import asked_for
 from feed.fetch import Fetcher
 from feed.host import DataHost
 from feed.iterate import Stream
-from feed.source import Source, Wrapper
+from feed.source import Source
+from feed.stand_in import Wrapper
 from feed.wire import Lost
 
 START_SECONDS = 5.0  # to wait for hosts that failed, since a stream stays where it is opened
@@ -83,7 +84,7 @@ class RemoteStream(Wrapper, IterableDataset):
         if not source.hosts:
             return iter(source.given)
         source.is_changed |= not source.is_kept  # it may have changed unnoticed
-        source.connect()
+        source.connect(asked)
         stream = Stream(
             asked.seed if asked else torch.initial_seed(),
             info.id if info else 0,

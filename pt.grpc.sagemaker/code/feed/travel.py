@@ -6,6 +6,7 @@ file. The random generators that the Dataset holds are found on the way.
 """
 
 import contextlib
+import functools
 import hashlib
 import mmap
 import os
@@ -13,8 +14,11 @@ import pickle
 import random
 import sys
 import sysconfig
+import threading
 import zlib
 from collections.abc import Callable, Iterator
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import IO, Any
@@ -22,12 +26,14 @@ from typing import IO, Any
 import cloudpickle
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
-from feed.wire import FRAME, MAIN, is_plain, of_main, reduced
+from feed.wire import FRAME, MAIN, class_at, is_plain, reduced
 
 GENERATORS = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
 SIMPLE = int, float, str, bytes, bool, type(None), type, ModuleType, FunctionType
 INSTALLED = *map(sysconfig.get_path, ("stdlib", "platstdlib")), "/site-packages/", "/dist-packages/"
+EMPTY = {type(make()): make for make in (threading.Lock, threading.RLock, threading.local)}
 APART = *MAIN, "feed", "hetero", "ranks", "service"  # modules that are not the script's
 script: dict[str, Any] = {"__name__": "__main__"}  # the script's globals, in a data host's process
 
@@ -46,6 +52,10 @@ class DatasetPickler(cloudpickle.Pickler):
         self.generators: list[Any] = []
         self.globals: dict[str, str] = {}  # of the training script -> where they are used
         self.modules: set[str] = set()  # that the Dataset refers to
+        self.is_shared = False  # whether it has memory that another process may change
+        # For a process that is being spawned: how it gets tensors from this one, in shared memory.
+        self.shared = ForkingPickler._extra_reducers if get_spawning_popen() else {}
+        self.shared_memory: list[range] | None = None  # until it is needed
         for module in filter(None, map(sys.modules.get, MAIN)):
             self.globals_ref[id(vars(module))] = ScriptGlobals(__name__="__main__")
 
@@ -56,17 +66,25 @@ class DatasetPickler(cloudpickle.Pickler):
             self.modules.add(value.__name__)
         if isinstance(value, FunctionType):
             self.modules |= imported_in(value)
+        elif isinstance(value, (torch.Tensor, np.ndarray)) and not self.is_shared:
+            if self.shared_memory is None:
+                self.shared_memory = shared_memory()
+            self.is_shared = any(address_of(value) in span for span in self.shared_memory)
+        if share := self.shared.get(type(value)):
+            return share(value)
         if is_generator(value):
             self.generators.append(value)
         elif isinstance(value, np.memmap):
             return open_memmap, memmap_place(value)
         elif type(value) is torch.Tensor and is_plain(value):
             return reduced(value)
+        elif how_to_make := made_anew(value):
+            return how_to_make
         elif isinstance(value, type) and (
             value.__module__ in MAIN or "<locals>" in value.__qualname__
         ):
             if self.stays_here and "<locals>" not in value.__qualname__:
-                return of_main, (value.__qualname__,)
+                return class_at, (value.__module__, value.__qualname__)
             # cloudpickle's random id would give the Dataset a different digest in each rank.
             ids, name = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS, value.__qualname__
             while value not in ids and name in ids.values():  # another class has this name
@@ -80,6 +98,50 @@ class DatasetPickler(cloudpickle.Pickler):
                     what = f"{name} ({type(used).__name__})"
                     self.globals[what] = f"{value.__qualname__}, line {line}"
         return super().reducer_override(value)
+
+
+def made_anew(value: Any) -> tuple | None:
+    """Return how to make an object that cannot be pickled, but has nothing that would be missed.
+
+    These are locks, which are free in a new process, what belongs to a thread, and functions with
+    a cache, which is empty.
+    """
+    if type(value) in EMPTY:
+        return EMPTY[type(value)], ()
+    if type(value) is functools.cached_property:  # has a lock before Python 3.12
+        state = {name: part for name, part in vars(value).items() if name != "lock"}
+        return functools.cached_property, (value.func,), state
+    if value.__class__ is functools._lru_cache_wrapper and value.__module__ in MAIN:
+        return cached, (value.__wrapped__, value.cache_parameters())
+    if isinstance(value, FunctionType) and value.__module__ in MAIN and hasattr(value, "registry"):
+        return dispatched, (dict(value.registry),)
+    return None
+
+
+def cached(function: Callable, parameters: dict) -> Callable:
+    """Return the function with a new functools.lru_cache."""
+    return functools.lru_cache(**parameters)(function)
+
+
+def dispatched(registry: dict[type, Callable]) -> Callable:
+    """Return a functools.singledispatch function, which calls one of these."""
+    function = functools.singledispatch(registry[object])
+    for kind, its in registry.items():
+        function.register(kind, its)
+    return function
+
+
+class GeneratorFinder(DatasetPickler):
+    """Goes through a Dataset, and leaves out what cannot be pickled."""
+
+    def reducer_override(self, value: Any) -> Any:
+        with contextlib.suppress(Exception):
+            how = super().reducer_override(value)
+            if how is not NotImplemented or isinstance(value, (type, FunctionType)):
+                return how
+            reduce = self.dispatch_table.get(type(value))
+            return reduce(value) if reduce else value.__reduce_ex__(5)
+        return str, ()
 
 
 class ScriptGlobals(dict):
@@ -125,6 +187,21 @@ def open_memmap(
     return np.ndarray(shape[0], dtype, memory, start, shape[1])
 
 
+def shared_memory() -> list[range]:
+    """Return where this process has memory that others can change, too."""
+    with open("/proc/self/maps") as file:
+        spans = [line.split(maxsplit=2)[:2] for line in file]
+    shared = [span.split("-") for span, access in spans if access == "rw-s"]
+    return [range(int(first, 16), int(end, 16)) for first, end in shared]
+
+
+def address_of(value: torch.Tensor | np.ndarray) -> int:
+    """Return where a tensor or an array has its first element, or 0 if it has no plain memory."""
+    if isinstance(value, np.ndarray):
+        return value.__array_interface__["data"][0]
+    return value.data_ptr() if is_plain(value) else 0
+
+
 class Digest:
     """Computes the digest and the size of what is written, and writes it to a file, if any."""
 
@@ -152,10 +229,10 @@ def dump(file: Any, stays_here: bool = False, **parts: Any) -> DatasetPickler:
         raise
     except Exception as error:
         paths = (name + path for name, part in parts.items() if (path := culprit(part)) is not None)
-        raise TypeError(
-            f"{next(paths, 'dataset')} cannot be sent to the data hosts ({error}): open it when it "
-            "is first used, or give RemoteDataset a callable that makes the Dataset"
-        ) from error
+        path, way_out = next(paths, "dataset"), "open it when it is first used"
+        if path.startswith("dataset") and not isinstance(parts.get("dataset"), IterableDataset):
+            way_out += ", or give RemoteDataset a callable that makes the Dataset"
+        raise TypeError(f"{path} cannot be sent to the data hosts ({error}): {way_out}") from error
     return pickler
 
 
@@ -197,11 +274,10 @@ def frames_of(file: IO[bytes]) -> Iterator[bytes]:
 def generators_of(*values: Any) -> dict[int, Any]:
     """Return the random generators of the values, and those that are variables of own modules.
 
-    Those of the values are found up to the first part that fails to pickle. The keys are the same
-    in each process.
+    The keys are the same in each process.
     """
-    pickler = DatasetPickler(Digest(), buffer_callback=lambda memory: None)  # skips the memory
-    with contextlib.suppress(Exception):
+    pickler = GeneratorFinder(Digest(), buffer_callback=lambda memory: None)  # skips the memory
+    with contextlib.suppress(RecursionError):
         pickler.dump(values)
     found = dict(enumerate(pickler.generators, 1))
     known = {id(generator) for generator in pickler.generators}
@@ -231,16 +307,38 @@ def own_modules() -> dict[str, dict[str, Any]]:
     for name, module in [*sys.modules.items()]:
         if isinstance(module, ModuleType) and name.partition(".")[0] not in APART:
             file = str(vars(module).get("__file__"))
-            if file.endswith(".py") and not any(part in file for part in INSTALLED):
+            if file.endswith(".py") and not is_installed(name, file):
                 own[name] = vars(module)
     return own
 
 
-def paths_beside_script() -> list[str]:
-    """Return the entries of sys.path below the training script's folder, relative to it."""
+def is_installed(name: str, file: str) -> bool:
+    """Return whether a module's file is where packages have been installed."""
+    if any(part in file for part in INSTALLED):
+        return True
+    levels = name.count(".") + file.endswith("__init__.py")
+    return has_packages(str(Path(file).parents[levels]))
+
+
+@functools.cache
+def has_packages(folder: str) -> bool:
+    """Return whether pip has installed packages into a folder that is not the script's."""
+    script = getattr(sys.modules["__main__"], "__file__", None) or "script"
+    with contextlib.suppress(OSError):
+        is_its = os.path.samefile(folder, Path(script).absolute().parent)
+        return not is_its and any(name.endswith(".dist-info") for name in os.listdir(folder))
+    return False
+
+
+def paths_of_script() -> list[str]:
+    """Return the entries of sys.path without installed packages, relative to where it starts."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     if not script:
         return []
-    folder = Path(script).resolve().parent
+    script = Path(script).resolve()
+    given = Path(sys.argv[0])  # such as tools/train.py, which python -m hetero has passed on
+    is_given = not given.is_absolute() and script.parts[-len(given.parts) :] == given.parts
+    start = script.parents[len(given.parts) - 1 if is_given else 0]
     entries = [Path(entry).resolve() for entry in sys.path if entry]
-    return [str(e.relative_to(folder)) for e in entries if e != folder and e.is_relative_to(folder)]
+    own = [e for e in entries if e != start and not any(part in f"{e}/" for part in INSTALLED)]
+    return [os.path.relpath(entry, start) for entry in own]

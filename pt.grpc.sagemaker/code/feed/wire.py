@@ -6,8 +6,10 @@ no other request. The memory of tensors and arrays follows a reply in frames of 
 size. It has no HMAC, since it is never unpickled.
 """
 
+import functools
 import hashlib
 import hmac
+import importlib
 import os
 import pickle
 import sys
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from io import BytesIO
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import torch
 
@@ -120,15 +123,31 @@ class SamplePickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor and is_plain(value):
             return reduced(value)
-        if isinstance(value, type) and value.__module__ in MAIN:
-            return of_main, (value.__qualname__,)  # by name: the training script has the class
+        if isinstance(value, type) and (path := path_of(value)):
+            return class_at, (value.__module__, path)
         return NotImplemented
+
+
+def path_of(kind: type) -> str:
+    """Return where a class is in its module, if pickle itself would not find it there.
+
+    Such are the script's classes, which the training process has, and namedtuples that are
+    attributes of a class: they do not know of which one.
+    """
+    module, path = sys.modules.get(kind.__module__), kind.__qualname__
+    if "." not in path and getattr(module, path, None) is not kind:
+        by_value = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.values()
+        for owner in (*vars(module).values(), *by_value) if module else ():
+            if isinstance(owner, type) and vars(owner).get(path) is kind:
+                return f"{owner.__qualname__}.{path}"
+    return path if kind.__module__ in MAIN else ""
 
 
 def is_plain(value: torch.Tensor) -> bool:
     """Return whether the tensor is just a block of memory on the CPU."""
     is_dense = value.layout is torch.strided and not value.is_quantized
-    return is_dense and value.device.type == "cpu" and not value.requires_grad
+    is_ordinary = value.device.type == "cpu" and not (value.requires_grad or value.is_nested)
+    return is_dense and is_ordinary
 
 
 def reduced(value: torch.Tensor) -> tuple:
@@ -146,12 +165,10 @@ def tensor(memory: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(array).view(getattr(torch, dtype)).view(shape)
 
 
-def of_main(path: str) -> Any:
-    """Return a class of the training script."""
-    found = sys.modules["__main__"]
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
+def class_at(module: str, path: str) -> Any:
+    """Return a class of a module, or of the training script."""
+    found = importlib.import_module("__main__" if module in MAIN else module)
+    return functools.reduce(getattr, path.split("."), found)
 
 
 def encode(value: Any) -> tuple[bytes, list[memoryview]]:

@@ -108,7 +108,7 @@ def hold(main: socket.socket, requests: socket.socket) -> None:
             sys.path[:0] = map(os.path.abspath, pickle.load(file))
             dataset_at = file.tell()
             file.seek(-8 - size, os.SEEK_END)
-            set_variables(pickle.load(file))
+            set_variables(file.read(size))
             file.seek(dataset_at)
             made = given, is_made, collate_fn = pickle.load(file)
         if is_made:  # find them once for all workers, since that reads the whole Dataset

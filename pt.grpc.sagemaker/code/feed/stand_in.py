@@ -1,0 +1,51 @@
+"""Stands in for a Dataset: to code that looks at it, a RemoteDataset has what the Dataset has."""
+
+import copy
+from typing import Any
+
+from torch.utils.data import Dataset, get_worker_info
+
+from feed.source import Source
+
+
+class Wrapper(Dataset):
+    """Stands in for a Dataset: all attributes except its own are those of the Dataset."""
+
+    _source: Source
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_source":
+            raise AttributeError(name)
+        return getattr(self._source.to_reach(name), name)
+
+    @property
+    def __dict__(self) -> dict:
+        """The Dataset's, for code that looks there, such as MONAI's set_rnd."""
+        return self._source.to_reach("__dict__").__dict__
+
+    def __getstate__(self) -> Source:
+        return self._source
+
+    def __setstate__(self, source: Source) -> None:
+        object.__setattr__(self, "_source", source)
+
+    def __copy__(self) -> "Wrapper":
+        return like(self, copy.copy(self._source.given))
+
+    def __deepcopy__(self, memo: dict) -> "Wrapper":
+        return like(self, copy.deepcopy(self._source.given, memo))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._source.to_reach(name), name, value)
+        self._source.is_changed = not get_worker_info()
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._source.to_reach(name), name)
+        self._source.is_changed = not get_worker_info()
+
+
+def like(wrapper: Wrapper, dataset: Any) -> Wrapper:
+    """Return a wrapper of the same kind for another Dataset."""
+    source, new = wrapper._source, object.__new__(type(wrapper))
+    new.__setstate__(Source(dataset, source.is_made, source.collate_fn, source.timeout))
+    return new
