@@ -3,8 +3,9 @@
     python tests/torch_dataloader.py FILE [-k EXPRESSION ...]
 
 FILE is test/stateful_dataloader/test_dataloader.py of https://github.com/pytorch/data, which needs
-the package expecttest. They run with the plain DataLoader, and with two data hosts; the tests that
-pass only with the plain one are printed. Options after FILE are pytest's.
+the package expecttest. They run with the plain DataLoader, and with two data hosts, which takes a
+quarter of an hour or more. The tests that pass only with the plain one are printed. Options after
+FILE are pytest's.
 """
 
 import os
@@ -34,13 +35,22 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):
         super().__init__(RemoteDataset(dataset), *arguments, **options)
 """,
 }
+# What differs, by a part of the test's name.
+EXPECTED = {
+    "iterdatapipe": "torch's datapipes are refused",
+    "worker_init_fn": "each sample has a seed of its own, also after a worker_init_fn has set one",
+    "worker_seed": "a multiprocessing.Value, which the workers share, cannot be sent",
+    "indexing_type": "the Dataset refers to its unittest.TestCase, which cannot be pickled",
+    "order_index_ds": "get_worker_info().id is the number of a data host's process",
+    "test_segfault": "it is a process of a data host that dies, and the error says that",
+}
 
 
 def outcomes(text: str, folder: Path, environment: dict, options: list[str]) -> dict[str, str]:
     """Run the tests; return the message of each that did not pass, or an empty string."""
     (folder / "torch_tests.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:nbval", "--timeout=200", *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:nbval", "--timeout=600", *options]
     with open(folder / "output", "w") as output:
         command += ["--junitxml=found.xml", "torch_tests.py"]
         subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output)
@@ -56,24 +66,19 @@ def main() -> None:
     """Run the tests in both ways, and print the difference."""
     source, options, found = Path(sys.argv[1]).read_text(), sys.argv[2:], {}
     assert IMPORT in source, f"{sys.argv[1]} does not import {IMPORT.split()[-1]} as expected"
+    source = source.replace("JOIN_TIMEOUT = 60.0", "JOIN_TIMEOUT = 200.0")  # a host starts slowly
     for name, loader in LOADERS.items():
         with tempfile.TemporaryDirectory() as given:
-            folder = Path(given)
-            environment, hosts = (
-                os.environ | {"PYTHONPATH": f"{PATHS}:{folder}:{os.environ.get('PYTHONPATH', '')}"},
-                [],
-            )
+            folder, hosts = Path(given), []
+            paths = {"PYTHONPATH": f"{PATHS}:{folder}:{os.environ.get('PYTHONPATH', '')}"}
+            environment = os.environ | paths
             if name != "plain":
-                paths = {"PYTHONPATH": environment["PYTHONPATH"]}
-                (folder / "torch_tests.py").write_text(source.replace(IMPORT, loader))
-                hosts = up(*[DataHost(2, folder=folder, environment=paths) for _ in range(2)])
-                environment = environment_of(hosts) | paths
+                hosts = [DataHost(2, folder=folder, environment=paths) for _ in range(2)]
+                environment = environment_of(up(*hosts)) | paths
             try:
                 text = source.replace(IMPORT, loader)
                 found[name] = outcomes(text, folder, environment, options)
-                Path(f"build/torch-{name.split()[0]}.txt").write_text(
-                    (folder / "output").read_text()
-                )
+                print((folder / "output").read_text())
             finally:
                 for host in hosts:
                     host.kill()
@@ -83,7 +88,9 @@ def main() -> None:
     print(f"{len(plain)} tests; {len(passed)} pass with the plain DataLoader, and of these")
     print(f"{len(passed) - len(failed)} with two data hosts. The others:")
     for name in sorted(failed):
-        print(f"{name}: {' '.join(remote.get(name, 'not run').split())[:300]}")
+        reasons = [reason for part, reason in EXPECTED.items() if part in name]
+        text = " ".join(remote.get(name, "not run").split())[:300]
+        print(f"{name}: {reasons[0] if reasons else f'NOT EXPECTED: {text}'}")
 
 
 if __name__ == "__main__":
