@@ -111,7 +111,7 @@ def made_anew(value: Any) -> tuple | None:
     if type(value) is functools.cached_property:  # has a lock before Python 3.12
         state = {name: part for name, part in vars(value).items() if name != "lock"}
         return functools.cached_property, (value.func,), state
-    if value.__class__ is functools._lru_cache_wrapper and value.__module__ in MAIN:
+    if type(value) is functools._lru_cache_wrapper and value.__module__ in MAIN:
         return cached, (value.__wrapped__, value.cache_parameters())
     if isinstance(value, FunctionType) and value.__module__ in MAIN and hasattr(value, "registry"):
         return dispatched, (dict(value.registry),)
