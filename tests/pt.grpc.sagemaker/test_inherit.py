@@ -7,6 +7,7 @@ have everything that the script has set.
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -116,6 +117,15 @@ def test_nothing_is_set_where_nothing_differs(capsys):
     assert not capsys.readouterr().out
     after = settings.nodes, settings.pair, settings.mode
     assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+def test_processes_pickle_the_same_variables_alike():
+    """Also a class that cannot be found by its name, as a namedtuple in a class body."""
+    found, module = [], importlib.import_module("helpers.looked_at")
+    for _ in range(2):
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            found.append(pool.apply(inherit.variables, ([module.__name__],)))
+    assert found[0] == found[1] and b"Pair" in found[0]
 
 
 def test_modules_that_pip_has_installed_are_not_the_script_s(tmp_path: Path, monkeypatch):

@@ -80,12 +80,13 @@ class DatasetPickler(cloudpickle.Pickler):
             return reduced(value)
         elif how_to_make := made_anew(value):
             return how_to_make
-        elif isinstance(value, type) and (
-            value.__module__ in MAIN or "<locals>" in value.__qualname__
+        elif isinstance(value, type) and not cloudpickle.cloudpickle._should_pickle_by_reference(
+            value
         ):
-            if self.stays_here and "<locals>" not in value.__qualname__:
+            is_of_script = value.__module__ in MAIN and "<locals>" not in value.__qualname__
+            if self.stays_here and is_of_script:
                 return class_at, (value.__module__, value.__qualname__)
-            # cloudpickle's random id would give the Dataset a different digest in each rank.
+            # cloudpickle's random id would give the Dataset a different digest in each process.
             ids, name = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS, value.__qualname__
             while value not in ids and name in ids.values():  # another class has this name
                 name += "'"
