@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 
 class Columns(Dataset):
@@ -100,3 +100,29 @@ class Named(Dataset):
 
     def __getitem__(self, index: int) -> tuple:
         return self.Pair(index, str(index))
+
+
+class Told(Dataset):
+    """Gives what it was told."""
+
+    who = -1
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return self.who
+
+
+class Outer(Dataset):
+    """Tells its inner Dataset which worker asks."""
+
+    def __init__(self, inner: Dataset):
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        self.inner.who = get_worker_info().id
+        return get_worker_info().id, self.inner[index]

@@ -113,10 +113,71 @@ def test_an_error_says_that_it_works_here(ended, hosts: int):
 def test_nothing_is_set_where_nothing_differs(capsys):
     """The variables come back as other objects, as on a data host."""
     before = settings.nodes, settings.pair, settings.mode
-    inherit.set_variables(inherit.variables(["helpers.settings", "helpers.settings_user"]))
+    content, _ = inherit.variables(["helpers.settings", "helpers.settings_user"])
+    inherit.set_variables(content)
     assert not capsys.readouterr().out
     after = settings.nodes, settings.pair, settings.mode
     assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+CONF = """
+import dataclasses, threading
+from collections import OrderedDict
+from os import environ
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    size: int = 8
+
+class Config:
+    def __init__(self, size): self.size = size
+
+slots, order, key, local = Slots(), OrderedDict(a=1, b=2), object(), threading.local()
+table, axes, nothing, local.x = {key: 0}, {"axes": 1}, (), 1
+small, large = Config(1), Config(2)
+current, size, pair, tracker = small, 8, None, None
+
+def size_of(config=small): return config.size
+"""
+SCRIPT = """
+import pickle, sys
+sys.path.insert(0, sys.argv[1])
+import conf, os
+from feed import inherit
+os.environ["OWN"] = sys.argv[2]
+if sys.argv[2] == "script":
+    conf.slots.size, conf.size, conf.axes["axes"] = 32, 32, ()
+    conf.order.move_to_end("a"), conf.order.update(c=3)
+    conf.current, conf.pair = conf.large, (conf.large, [conf.large])
+    import absent
+    conf.tracker = absent.Tracker()
+    open("variables", "wb").write(inherit.variables(["conf"])[0])
+else:
+    inherit.set_variables(open("variables", "rb").read())
+print(conf.slots, conf.size, conf.axes, conf.nothing, [*conf.order.items()], conf.table[conf.key])
+print(conf.local.x, conf.current is conf.large, conf.pair[1][0] is conf.large, conf.size_of())
+print(conf.small.size, conf.large.size, os.environ["OWN"] == sys.argv[2])
+"""
+
+
+def test_variables_are_set_as_the_script_has_set_them_and_others_stay(tmp_path: Path):
+    """Where a module cannot be imported, only what comes from it is left out."""
+    said = []
+    for place, absent in [
+        ("script", "class Tracker: pass"),
+        ("host", "raise SystemExit(2)"),
+    ]:
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "conf.py").write_text(CONF)
+        (tmp_path / place / "absent.py").write_text(absent)
+        command = [sys.executable, "-c", SCRIPT, tmp_path / place, place]
+        environment = os.environ | {"PYTHONPATH": PATHS}
+        options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+        said.append(subprocess.run(command, check=True, **options).stdout)
+    first, _, rest = said[1].partition("\n")
+    assert rest == said[0]
+    names = "axes, conf.current, conf.order, conf.pair, conf.size, conf.slots"
+    assert first == f"feed: set as in the training script: conf.{names}"
 
 
 def test_processes_pickle_the_same_variables_alike():
@@ -125,7 +186,7 @@ def test_processes_pickle_the_same_variables_alike():
     for _ in range(2):
         with multiprocessing.get_context("fork").Pool(1) as pool:
             found.append(pool.apply(inherit.variables, ([module.__name__],)))
-    assert found[0] == found[1] and b"Pair" in found[0]
+    assert found[0] == found[1] and b"Pair" in found[0][0]
 
 
 def test_modules_that_pip_has_installed_are_not_the_script_s(tmp_path: Path, monkeypatch):

@@ -6,12 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, get_worker_info
 
 from feed import RemoteDataset
 from helpers.data_hosts import DataHost, loader_of, remote, starting, up
 from helpers.datasets import SAMPLES, Draws, assert_same, numbers_drawn, seed_all
-from helpers.looked_at import Columns, Connected, Missing, Named, Opened, Pickled, Splits, missing
+from helpers.looked_at import (
+    Columns,
+    Connected,
+    Missing,
+    Named,
+    Opened,
+    Outer,
+    Pickled,
+    Splits,
+    Told,
+    missing,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +52,9 @@ def test_columns_and_rows_are_looked_up_here(hosts):
 def test_a_copy_is_of_another_dataset(hosts):
     for copied in (copy.copy, copy.deepcopy):
         dataset = remote(hosts, Columns())
+        dataset.start_at_batch(3)
         other = copied(dataset)
+        assert other._source.first_batch == 3
         other.columns = {"image": [*range(5)]}
         assert (dataset[1:], other[1:]) == ([*range(1, 10)], [*range(1, 5)])
     assert copy.copy(dataset).columns is dataset.columns is not copy.deepcopy(dataset).columns
@@ -96,6 +109,20 @@ def test_what_only_works_on_one_host_is_explained(hosts):
     words = r"no such connection\n\nThe pickle of Connected could not be .* such as a connection"
     with pytest.raises(ValueError, match=words):
         [*loader_of(hosts, Connected(), [[0]], num_workers=1)]
+
+
+def test_each_worker_may_tell_it_something_else(hosts):
+    loader = DataLoader(Outer(remote(hosts, Told())), 2, num_workers=2, collate_fn=list)
+    samples = sum(loader, [])
+    assert {who for who, _ in samples} == {0, 1} and all(who == told for who, told in samples)
+
+
+def test_a_worker_init_fn_may_ask_for_samples(hosts):
+    def warm_up(worker: int) -> None:
+        assert get_worker_info().dataset[1] == 1
+
+    loader = loader_of(hosts, Columns(), num_workers=1, worker_init_fn=warm_up)
+    assert sum(loader, []) == [*range(10)]
 
 
 def test_a_namedtuple_may_be_defined_in_a_class(hosts):

@@ -87,7 +87,7 @@ class Fetcher:
         Call `wait_for_host` first. num_workers: processes like this one, each of which fetches
         another batch. also: tasks to go on with meanwhile.
         """
-        self.failed, count, pieces = None, len(whole.indices), 1
+        count, pieces = len(whole.indices), 1
         if is_divisible:
             shares = sum(host.share() for host in self.ready())
             pieces = math.ceil(CHUNKS_PER_WORKER * shares / max(1, num_workers))

@@ -7,23 +7,24 @@ is missing here, such as the settings of an installed library.
 """
 
 import contextlib
+import copyreg
 import enum
 import functools
+import hashlib
 import importlib
 import io
 import itertools
-import operator
 import os
 import pickle
-from collections import OrderedDict
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from feed.travel import DatasetPickler, imported_in, is_generator, own_modules
+from feed.travel import EMPTY, DatasetPickler, imported_in, is_generator, own_modules
 
 # torchrun's variables, and the beginnings of those that each host has for itself.
 OF_A_RANK = (
@@ -37,8 +38,7 @@ OF_A_HOST = (
 )
 MOST = 8 << 20  # bytes of a variable
 OF_THE_TRAINING = torch.nn.Module, DataLoader, Dataset
-SIMPLE = int, float, str, bytes, type(None)
-ORDINARY = object, dict, list, OrderedDict, SimpleNamespace
+SIMPLE = int, float, str, bytes, type(None), type, FunctionType, ModuleType
 HEAP_TYPE = 1 << 9  # the flag of classes that are defined in Python
 
 
@@ -51,12 +51,13 @@ class Limited(io.BytesIO):
         return super().write(data)
 
 
-def variables(reached: Iterable[str]) -> bytes:
+def variables(reached: Iterable[str]) -> tuple[bytes, bool]:
     """Return the pickled variables of own modules: those that are reached, or that these refer to.
 
-    For each, it has the module, the class or "", the name and the value. They are one pickle, so
-    that what several modules have in common is one object on data hosts, too. What cannot be
-    pickled, is large, or belongs to the training stays here.
+    For each, it has the module, the class or "", the name, the fingerprint and the value. They are
+    one pickle, so that what several modules have in common is one object on data hosts, too. What
+    cannot be pickled, is large, or belongs to the training stays here. Also returns whether they
+    have memory that other processes may change.
     """
     own, todo, done, found = own_modules(), [*reached], {"__main__"}, {}
     for module in todo:  # which grows
@@ -74,12 +75,15 @@ def variables(reached: Iterable[str]) -> bytes:
             defined_as = f"{owner}.{name}" if owner else name
             if is_code and (value.__module__, value.__qualname__) == (module, defined_as):
                 continue
-            content, its_modules = pickled(value)
+            mark, its_modules = fingerprint(value)
             todo += its_modules
-            if content:
-                found[module, owner, name] = value
-    DatasetPickler(file := io.BytesIO()).dump([(*key, found[key]) for key in sorted(found)])
-    return file.getvalue()
+            home = type(value).__module__
+            is_there = home not in own and getattr(sys.modules.get(home), name, None) is value
+            if mark and not is_there:  # such as os.environ
+                found[module, owner, name] = mark, value
+    pickler = DatasetPickler(file := io.BytesIO())
+    pickler.dump([(*key, *found[key]) for key in sorted(found)])
+    return file.getvalue(), pickler.is_shared
 
 
 def variables_of(module: str, space: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -95,84 +99,113 @@ def variables_of(module: str, space: dict[str, Any]) -> Iterator[tuple[str, str,
                     yield value.__qualname__, attribute, part
 
 
-def pickled(value: Any) -> tuple[bytes, set[str]]:
-    """Return a value's pickle, or nothing if it stays here, and the modules that it refers to."""
-    with contextlib.suppress(Exception):
-        if not isinstance(value, OF_THE_TRAINING) and not is_generator(value):
+def fingerprint(value: Any) -> tuple[bytes, set[str]]:
+    """Return a digest of a value, or nothing if it stays here, and the modules that it refers to.
+
+    The digest does not depend on which equal parts are the same object, unless there are cycles.
+    """
+    is_sent = not isinstance(value, OF_THE_TRAINING) and not is_generator(value)
+    for without_memo in (True, False) if is_sent else ():
+        with contextlib.suppress(Exception):
             pickler = DatasetPickler(file := Limited())
+            pickler.fast, pickler.shared_memory = without_memo, []
             pickler.dump(value)
-            return file.getvalue(), pickler.modules
+            return hashlib.sha256(file.getvalue()).digest(), pickler.modules
     return b"", set()
+
+
+class Missing:
+    """Stands for a class or function that cannot be imported here, and for what it makes."""
+
+    def __new__(cls, *arguments: Any) -> "Missing":
+        return super().__new__(cls)
+
+    def ignore(self, *arguments: Any) -> None:
+        """Take part of a state."""
+
+    __init__ = __setstate__ = __setitem__ = append = extend = ignore
+
+
+class Unpickler(pickle.Unpickler):
+    """Replaces what cannot be imported here, such as from a module that reads arguments."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except (Exception, SystemExit):
+            return Missing
 
 
 def set_variables(content: bytes) -> None:
     """Set what differs on this data host, in place where that is possible."""
-    update, names = Update(), []
-    try:
-        there = pickle.loads(content)
-    except (Exception, SystemExit) as error:  # such as of a module that reads arguments
-        print(f"feed: cannot set what the script has set in its modules: {error!r}", flush=True)
-        return
-    for module, owner, name, new in there:
+    update, differ, names = Update(), [], []
+    for module, owner, name, mark, new in Unpickler(io.BytesIO(content)).load():
         # What cannot be imported here is not used here.
         with contextlib.suppress(Exception, SystemExit):
             space: Any = importlib.import_module(module)
             space = functools.reduce(getattr, filter(None, owner.split(".")), space)
-            old, before = vars(space).get(name, update), update.changes
-            if (result := update.of(old, new)) is not old:
-                setattr(space, name, result)
-            if update.changes > before:
-                names.append(".".join(filter(None, (module, owner, name))))
+            if name in vars(space) and fingerprint(vars(space)[name])[0] == mark:
+                update.keep(vars(space)[name], new)
+            else:
+                differ.append((space, name, new, ".".join(filter(None, (module, owner, name)))))
+    for space, name, new, full_name in differ:
+        with contextlib.suppress(Exception):
+            setattr(space, name, update.of(vars(space).get(name), new))
+            names.append(full_name)
     if names:
         shown = ", ".join(names[:9]) + (f" and {len(names) - 9} more" if len(names) > 9 else "")
         print(f"feed: set as in the training script: {shown}", flush=True)
 
 
 class Update:
-    """Changes objects of this host into those of the script, which are one graph, too."""
+    """Changes objects of this host into new ones, which came from the script, in place.
+
+    Then all that refers to an object here, such as other modules and default arguments, sees it.
+    """
 
     def __init__(self) -> None:
-        self.changes = 0
-        self.results: dict[int, Any] = {}  # by the id of the script's object
-        self.used: set[int] = set()  # ids of this host's objects, each for one of the script's
+        self.results: dict[int, Any] = {}  # which object here stands for a new one, by its id
+        self.used: set[int] = set()  # the ids of these objects: each stands for one new object
 
-    def of(self, old: Any, new: Any) -> Any:
-        """Return `old`, changed into `new` for all that refers to it, or else `new`."""
-        if isinstance(new, SIMPLE):
-            self.changes += not is_equal(old, new)
-            return old if is_equal(old, new) else new
-        if id(new) in self.results:
-            self.changes += old is not self.results[id(new)]
-        elif type(new) is tuple:
-            olds = old if type(old) is tuple else ()
-            parts = (*itertools.starmap(self.of, zip_to(olds, new)),)
-            is_same = len(olds) == len(parts) and all(map(operator.is_, olds, parts))
-            self.results[id(new)] = old if is_same else parts
-        elif has_only_state(new) and type(old) is type(new) and id(old) not in self.used:
+    def keep(self, old: Any, new: Any) -> None:
+        """Let an object stand for one that is the same, and its parts for those of that one."""
+        if type(old) is type(new) and not isinstance(new, SIMPLE) and id(new) not in self.results:
             self.results[id(new)] = old
             self.used.add(id(old))
-            self.change(old, new)
-        else:
-            is_same = old is new or is_equal(old, new)
-            self.changes += not is_same
-            self.results[id(new)] = old if is_same else new
-        return self.results[id(new)]
+            for parts in zip(parts_of(old), parts_of(new), strict=False):
+                self.keep(*parts)
 
-    def change(self, old: Any, new: Any) -> None:
-        """Give an object the items and attributes of another one of its type."""
-        if isinstance(new, dict):
-            self.items(old, new)
-        elif isinstance(new, list):
-            self.changes += len(old) != len(new)
-            parts = [*itertools.starmap(self.of, zip_to(old, new))]
-            old.clear(), old.extend(parts)
-        if hasattr(new, "__dict__"):
-            self.items(vars(old), vars(new))
+    def of(self, old: Any, new: Any) -> Any:
+        """Return the object that stands for `new`: `old`, changed into it, if that is possible."""
+        if isinstance(new, Missing) or new is Missing:
+            raise ImportError
+        if isinstance(new, SIMPLE) or id(new) in self.results:
+            return self.results.get(id(new), new)
+        if type(new) is tuple:
+            olds = old if type(old) is tuple else ()
+            return tuple(itertools.starmap(self.of, zip_to(olds, new)))
+        target = new
+        if has_only_state(new):
+            if type(old) is type(new) and id(old) not in self.used:
+                target = old
+            self.results[id(new)] = target
+            self.used.add(id(target))
+            if isinstance(new, dict):
+                self.fill(target, new)
+            elif isinstance(new, list):
+                parts = [*itertools.starmap(self.of, zip_to([*target], new))]
+                list.clear(target), list.extend(target, parts)
+            if hasattr(new, "__dict__"):
+                self.fill(vars(target), vars(new))
+        return target
 
-    def items(self, old: dict, new: dict) -> None:
-        self.changes += old.keys() != new.keys()
-        items = {key: self.of(dict.get(old, key), value) for key, value in dict.items(new)}
-        dict.clear(old), dict.update(old, items)
+    def fill(self, target: dict, new: dict) -> None:
+        """Give a dict the items of a new one."""
+        items = {}
+        for key, value in dict.items(new):
+            key = self.results.get(id(key), key)
+            items[key] = self.of(dict.get(target, key), value)
+        dict.clear(target), dict.update(target, items)
 
 
 def zip_to(old: Iterable, new: Sequence) -> Iterator[tuple]:
@@ -180,27 +213,28 @@ def zip_to(old: Iterable, new: Sequence) -> Iterator[tuple]:
     return zip(itertools.chain(old, itertools.repeat(None)), new, strict=False)
 
 
-def has_only_state(value: Any) -> bool:
-    """Return whether an object is nothing but its items and attributes.
+def parts_of(value: Any) -> Iterator[Any]:
+    """Yield the keys, items and attributes of an object."""
+    if isinstance(value, dict):
+        yield from itertools.chain.from_iterable(dict.items(value))
+    elif isinstance(value, (list, tuple)):
+        yield from value
+    if has_only_state(value) and hasattr(value, "__dict__"):
+        yield from itertools.chain.from_iterable(vars(value).items())
 
-    Others, such as loggers and members of an enum, are made in a way of their own.
-    """
+
+def has_only_state(value: Any) -> bool:
+    """Return whether pickle knows all of an object as its items and its `__dict__`."""
     kind = type(value)
     base = next(base for base in kind.__mro__ if not base.__flags__ & HEAP_TYPE)
-    is_made_as_usual = (
-        kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is base.__reduce__
+    usual = "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__"
+    return (
+        base in (object, dict, list)
+        and (base is not object or hasattr(value, "__dict__"))
+        and kind not in (*EMPTY, *copyreg.dispatch_table)
+        and not copyreg._slotnames(kind)
+        and all(getattr(kind, name, None) == getattr(object, name, None) for name in usual)
     )
-    return base in ORDINARY and is_made_as_usual
-
-
-def is_equal(old: Any, new: Any) -> bool:
-    """Return whether two values are the same, as far as that is known."""
-    if type(old) is not type(new):
-        return False
-    if isinstance(new, (*SIMPLE, set, frozenset)):
-        return old == new
-    content, _ = pickled(new)
-    return bool(content) and pickled(old)[0] == content
 
 
 def environment_at_start() -> dict[str, str]:

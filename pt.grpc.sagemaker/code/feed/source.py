@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ LOAD = (
     "as a connection. Open that when it is first used, or give RemoteDataset a callable that makes "
     f"the Dataset ({WHERE})"
 )
-NOTHING = pickle.dumps((None, None))
 MOST_INIT_FN = 8 << 20  # bytes of a pickled worker_init_fn, which goes with each request
 
 
@@ -58,7 +57,8 @@ class Source:
     def share(self) -> None:
         """Make what this process and the workers that it forks have in common."""
         self.is_compared = mmap.mmap(-1, 1)  # whether samples have been compared
-        self.digested = tempfile.TemporaryFile()  # see digest  # noqa: SIM115
+        if self.hosts:
+            self.digested = open(os.memfd_create("digest"), "r+b")  # see digest  # noqa: SIM115
 
     def __getstate__(self) -> dict:
         """Pickle this for a spawned process, in which the script is not `__main__`."""
@@ -170,7 +170,7 @@ class Source:
             elif self.is_made and self.fetcher.failed:
                 parts = self.given, self.collate_fn, self.fetcher.failed, self.timeout
                 explain(error, Here(*parts, self.has_generators))
-            elif self.is_made and "on data host" in str(error):
+            elif self.is_made and "Original Traceback" in str(error):
                 add(
                     error,
                     f"The pickle of {type(self.given).__name__} could not be loaded there: {LOAD}",
@@ -179,6 +179,7 @@ class Source:
 
     def fetch(self, chunk: Chunk, asked: Asked | None, is_batch: bool) -> Any:
         """Return the samples, or the batch, from the data hosts."""
+        self.fetcher.failed = None
         self.fetcher.wait_for_host()
         described = self.fetcher.described
         is_whole = hasattr(self.given, "__getitems__") if self.is_made else described[1][1]
@@ -276,76 +277,62 @@ class Source:
         if self.fetcher and not self.is_changed:
             return
         parts = {"dataset": self.given, "is_made": self.is_made, "collate_fn": self.collate_fn}
-        reached, found = self.reached, list[bytes]()
+        kept = tempfile.TemporaryFile() if keep else None  # noqa: SIM115
+        pickled = self.digest(parts, asked, kept)
 
-        def write(to: Any) -> DatasetPickler:  # without `self`, which it would keep alive
-            pickle.dump(paths_of_script(), to)  # first, as the other parts may need them
-            pickler = dump(to, **parts)
-            if not found:  # the first time
-                found.append(variables(sorted({*reached, *pickler.modules})))
-            to.write(found[0] + len(found[0]).to_bytes(8, "big"))
-            return pickler
-
-        def upload() -> IO[bytes]:
+        def upload() -> IO[bytes]:  # without `self`, which it would keep alive
             if kept:
                 return kept
             file = tempfile.TemporaryFile()  # noqa: SIM115
-            write(file)
+            write(file, parts, lambda modules: pickled.variables)
             return file
 
-        kept = tempfile.TemporaryFile() if keep else None  # noqa: SIM115
-        sha256, what, self.is_shared, self.has_generators = self.digest(write, asked, kept)
-        self.has_generators |= bool(asked and asked.worker_init_fn)  # which may make some
+        self.is_shared = pickled.is_shared
+        # A worker_init_fn may make some.
+        self.has_generators = pickled.has_generators or bool(asked and asked.worker_init_fn)
         self.is_changed = self.was_reached = False
         self.is_kept |= keep
-        if not self.fetcher or self.fetcher.digest != sha256:
+        if not self.fetcher or self.fetcher.digest != pickled.sha256:
+            what, sha256 = pickled.what, pickled.sha256
             self.fetcher = Fetcher(self.hosts, self.token, self.timeout, what, sha256, upload)
 
-    def digest(
-        self, write: Callable, asked: Asked | None, kept: IO[bytes] | None
-    ) -> tuple[bytes, str, bool, bool]:
-        """Return the SHA-256 of the Dataset's pickle, and a description.
+    def digest(self, parts: dict, asked: Asked | None, kept: IO[bytes] | None) -> "Pickled":
+        """Return what is known of the Dataset's pickle, which goes to the file `kept`, if any.
 
-        Also returns whether it has memory that others may change, and whether it has generators.
-
-        The workers that a DataLoader starts have the same Dataset at first, unless a worker_init_fn
-        changes something. The one that locks the file first computes this, and the others read it
-        there, unless it has memory that others may change. A process that is killed loses its lock.
+        The workers that a DataLoader forks have the same Dataset, unless a worker_init_fn or an
+        outer Dataset changes something. The one that locks the file first computes this, and the
+        others read it there, unless it has memory that others may change. A process that is killed
+        loses its lock.
         """
-
-        def compute() -> tuple[bytes, str, bool, bool]:
-            digest = Digest(kept)
-            pickler = write(digest)
-            what = f"{type(self.given).__name__}, {digest.size / 1e6:.1f} MB"
-            if pickler.globals:
-                used = ", ".join(f"{name} in {at}" for name, at in pickler.globals.items())
-                what += f", with globals of the script that it uses ({used}),"
-            return digest.sha256.digest(), what, pickler.is_shared, bool(pickler.generators)
-
         info = get_worker_info()
-        if not (asked and info) or asked.worker_init_fn or self.fetcher or kept:
-            return compute()
+        is_own = self.fetcher or self.was_reached or kept or asked and asked.worker_init_fn
+        if is_own or not (asked and info):
+            return pickled_with(parts, self.reached, kept)
         # torch starts them one after the other.
         loader = os.getppid(), multiprocessing.current_process()._identity[-1] - info.id, asked.seed
         fcntl.lockf(self.digested, fcntl.LOCK_EX)
         try:
-            its, found = pickle.loads(os.pread(self.digested.fileno(), 1 << 20, 0) or NOTHING)
-            if its != loader or found[2]:
-                found = compute()
+            size = os.fstat(self.digested.fileno()).st_size
+            data = os.pread(self.digested.fileno(), size, 0)
+            its, found = pickle.loads(data) if data else (None, None)
+            if its != loader:
+                found = pickled_with(parts, self.reached, None)
                 os.pwrite(self.digested.fileno(), pickle.dumps((loader, found)), 0)
-            return found
+                return found
         finally:
             fcntl.lockf(self.digested, fcntl.LOCK_UN)
+        return pickled_with(parts, self.reached, None) if found.is_shared else found
 
     def notice(self, is_batch: bool, is_divisible: bool, asked: Asked | None) -> None:
         """Print once why getting samples is slow, if it is."""
         name, text, info = "the Dataset", "", get_worker_info()
         if self.is_made:
             name = type(self.given).__name__
-        if asked and not is_batch and asked.fetcher.auto_collation:
+        is_single = asked and asked.fetcher and not is_batch
+        if is_single and asked.fetcher.auto_collation:
             outer = type(asked.fetcher.dataset).__name__
             text = f"{outer} asks {name} for samples one by one: put RemoteDataset around {outer}"
-        elif asked and not is_batch:
+        elif is_single:
             text = "the DataLoader asks for samples one by one: set batch_size"
         elif not is_divisible and not self.collate_fn:
             text = f"{name} has __getitems__, so each batch is prepared by one process: set "
@@ -353,6 +340,42 @@ class Source:
         if text and text not in self.noticed and (not info or info.id == 0):
             self.noticed.add(text)
             print(f"feed: {text}", flush=True)
+
+
+class Pickled(NamedTuple):
+    """What is known of a Dataset's pickle."""
+
+    sha256: bytes
+    what: str  # describes the Dataset
+    variables: bytes  # see inherit.variables
+    is_shared: bool  # whether it has memory that other processes may change
+    has_generators: bool
+
+
+def pickled_with(parts: dict, reached: set[str], kept: IO[bytes] | None) -> Pickled:
+    """Pickle the parts, and variables of the modules that they, and `reached`, refer to."""
+    digest, found = Digest(kept), []
+
+    def with_variables(modules: set[str]) -> bytes:
+        found.extend(variables(sorted({*reached, *modules})))
+        return found[0]
+
+    pickler = write(digest, parts, with_variables)
+    what = f"{type(parts['dataset']).__name__}, {digest.size / 1e6:.1f} MB"
+    if pickler.globals:
+        used = ", ".join(f"{name} in {at}" for name, at in pickler.globals.items())
+        what += f", with globals of the script that it uses ({used}),"
+    is_shared = pickler.is_shared or found[1]
+    return Pickled(digest.sha256.digest(), what, found[0], is_shared, bool(pickler.generators))
+
+
+def write(to: Any, parts: dict, variables_of: Callable) -> DatasetPickler:
+    """Write what a data host's template reads: see worker.hold."""
+    pickle.dump(paths_of_script(), to)  # first, as the other parts may need them
+    pickler = dump(to, **parts)
+    content = variables_of(pickler.modules)
+    to.write(content + len(content).to_bytes(8, "big"))
+    return pickler
 
 
 def world_size() -> int:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import IO, Any
 
 import cloudpickle
@@ -34,6 +34,7 @@ GENERATORS = np.random.Generator, np.random.RandomState, random.Random, torch.Ge
 SIMPLE = int, float, str, bytes, bool, type(None), type, ModuleType, FunctionType
 INSTALLED = *map(sysconfig.get_path, ("stdlib", "platstdlib")), "/site-packages/", "/dist-packages/"
 EMPTY = {type(make()): make for make in (threading.Lock, threading.RLock, threading.local)}
+SET_BY_CACHE = "__wrapped__", "cache_parameters"  # attributes that functools.lru_cache sets
 APART = *MAIN, "feed", "hetero", "ranks", "service"  # modules that are not the script's
 script: dict[str, Any] = {"__name__": "__main__"}  # the script's globals, in a data host's process
 
@@ -113,9 +114,12 @@ def made_anew(value: Any) -> tuple | None:
         state = {name: part for name, part in vars(value).items() if name != "lock"}
         return functools.cached_property, (value.func,), state
     if type(value) is functools._lru_cache_wrapper and value.__module__ in MAIN:
-        return cached, (value.__wrapped__, value.cache_parameters())
-    if isinstance(value, FunctionType) and value.__module__ in MAIN and hasattr(value, "registry"):
-        return dispatched, (dict(value.registry),)
+        state = {name: part for name, part in vars(value).items() if name not in SET_BY_CACHE}
+        return cached, (value.__wrapped__, value.cache_parameters()), state
+    if isinstance(value, FunctionType) and value.__module__ in MAIN:
+        registry = getattr(value, "registry", None)
+        if isinstance(registry, MappingProxyType) and hasattr(value, "dispatch"):
+            return dispatched, (dict(registry),)
     return None
 
 
@@ -278,7 +282,7 @@ def generators_of(*values: Any) -> dict[int, Any]:
     The keys are the same in each process.
     """
     pickler = GeneratorFinder(Digest(), buffer_callback=lambda memory: None)  # skips the memory
-    with contextlib.suppress(RecursionError):
+    with contextlib.suppress(Exception):  # such as RecursionError, which cloudpickle replaces
         pickler.dump(values)
     found = dict(enumerate(pickler.generators, 1))
     known = {id(generator) for generator in pickler.generators}
@@ -317,29 +321,34 @@ def is_installed(name: str, file: str) -> bool:
     """Return whether a module's file is where packages have been installed."""
     if any(part in file for part in INSTALLED):
         return True
-    levels = name.count(".") + file.endswith("__init__.py")
-    return has_packages(str(Path(file).parents[levels]))
+    parents, levels = Path(file).parents, name.count(".") + file.endswith("__init__.py")
+    return has_packages(str(parents[min(levels, len(parents) - 1)]))
 
 
 @functools.cache
 def has_packages(folder: str) -> bool:
-    """Return whether pip has installed packages into a folder that is not the script's."""
-    script = getattr(sys.modules["__main__"], "__file__", None) or "script"
+    """Return whether pip has installed packages into a folder that is not of the script."""
     with contextlib.suppress(OSError):
-        is_its = os.path.samefile(folder, Path(script).absolute().parent)
+        is_its = any(os.path.samefile(folder, its) for its in {os.getcwd(), *folders_of_script()})
         return not is_its and any(name.endswith(".dist-info") for name in os.listdir(folder))
     return False
 
 
-def paths_of_script() -> list[str]:
-    """Return the entries of sys.path without installed packages, relative to where it starts."""
+def folders_of_script() -> list[Path]:
+    """Return the folder that the script was started in, as far as that is known, and its own."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     if not script:
         return []
     script = Path(script).resolve()
     given = Path(sys.argv[0])  # such as tools/train.py, which python -m hetero has passed on
     is_given = not given.is_absolute() and script.parts[-len(given.parts) :] == given.parts
-    start = script.parents[len(given.parts) - 1 if is_given else 0]
-    entries = [Path(entry).resolve() for entry in sys.path if entry]
-    own = [e for e in entries if e != start and not any(part in f"{e}/" for part in INSTALLED)]
-    return [os.path.relpath(entry, start) for entry in own]
+    return [script.parents[len(given.parts) - 1 if is_given else 0], script.parent]
+
+
+def paths_of_script() -> list[str]:
+    """Return the entries of sys.path without installed packages, relative to where it starts."""
+    if not (folders := folders_of_script()):
+        return []
+    entries = [Path(entry).resolve() for entry in sys.path if entry and os.path.isdir(entry)]
+    own = [e for e in entries if not any(part in f"{e}/" for part in INSTALLED)]
+    return [os.path.relpath(entry, folders[0]) for entry in own if entry != folders[0]]
