@@ -194,6 +194,7 @@ def test_a_dataset_that_is_never_made_is_an_error_unless_another_host_has_it(
         next(iter(loader_of([bad], dataset, timeout=1.5)))
     for seconds in (1, 2):
         assert bad.said().count(f"feed: a Dataset, 0.0 MB, is not ready after {seconds} s") == 1
+    monkeypatch.undo()
     assert len(list(loader_of([bad, good], dataset, timeout=1.5, batch_size=20))) == 4
 
 

@@ -4,6 +4,7 @@ The script is helpers/inheriting.py. The reference is the plain DataLoader, whos
 have everything that the script has set.
 """
 
+import gc
 import importlib
 import itertools
 import json
@@ -199,6 +200,32 @@ def test_modules_that_pip_has_installed_are_not_the_script_s(tmp_path: Path, mon
     (tmp_path / "installed" / "installed-1.0.dist-info").mkdir()
     own = travel.own_modules()
     assert "written_module" in own and "installed_module" not in own
+
+
+class Importing:
+    """Garbage that imports a module when it is collected, and leaves garbage of its kind."""
+
+    def __init__(self, left: int):
+        self.me, self.left = self, left
+
+    def __del__(self) -> None:
+        sys.modules[f"imported-{self.left}"] = sys
+        if self.left:
+            Importing(self.left - 1)
+
+
+def test_modules_may_be_imported_while_all_are_looked_at():
+    """As by the garbage collector, which may run a destructor at any time."""
+    before, threshold = {*sys.modules}, gc.get_threshold()
+    Importing(1000)
+    gc.set_threshold(1)
+    try:
+        while "imported-0" not in sys.modules:
+            assert "helpers.settings" in travel.own_modules()
+    finally:
+        gc.set_threshold(*threshold)
+        for name in {*sys.modules} - before:
+            del sys.modules[name]
 
 
 RESIZE = """

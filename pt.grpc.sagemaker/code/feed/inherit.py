@@ -88,12 +88,12 @@ def variables(reached: Iterable[str]) -> tuple[bytes, bool]:
 
 def variables_of(module: str, space: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield a module's variables, and the attributes of its classes: the class, name and value."""
-    for name, value in [*space.items()]:
+    for name, value in space.copy().items():
         if not name.startswith("__"):
             yield "", name, value
         is_class = isinstance(value, type) and value.__module__ == module
         if is_class and not issubclass(value, enum.Enum) and "<" not in value.__qualname__:
-            for attribute, part in [*vars(value).items()]:
+            for attribute, part in vars(value).copy().items():
                 is_data = not attribute.startswith("__") and not hasattr(type(part), "__get__")
                 if is_data or isinstance(part, FunctionType):
                     yield value.__qualname__, attribute, part

@@ -287,7 +287,7 @@ def generators_of(*values: Any) -> dict[int, Any]:
     found = dict(enumerate(pickler.generators, 1))
     known = {id(generator) for generator in pickler.generators}
     for name, space in own_modules().items():
-        for variable, value in [*space.items()]:
+        for variable, value in space.copy().items():
             if is_generator(value) and id(value) not in known:
                 known.add(id(value))
                 found[zlib.crc32(f"{name}.{variable}".encode()) >> 1] = value
@@ -309,7 +309,7 @@ def is_generator(value: Any) -> bool:
 def own_modules() -> dict[str, dict[str, Any]]:
     """Return the variables of the script, and of each loaded module that is not installed."""
     own = {"__main__": vars(sys.modules["__main__"]) | script}
-    for name, module in [*sys.modules.items()]:
+    for name, module in sys.modules.copy().items():
         if isinstance(module, ModuleType) and name.partition(".")[0] not in APART:
             file = str(vars(module).get("__file__"))
             if file.endswith(".py") and not is_installed(name, file):

@@ -137,7 +137,7 @@ def path_of(kind: type) -> str:
     module, path = sys.modules.get(kind.__module__), kind.__qualname__
     if "." not in path and getattr(module, path, None) is not kind:
         by_value = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.values()
-        for owner in (*vars(module).values(), *by_value) if module else ():
+        for owner in (*vars(module).copy().values(), *by_value) if module else ():
             if isinstance(owner, type) and vars(owner).get(path) is kind:
                 return f"{owner.__qualname__}.{path}"
     return path if kind.__module__ in MAIN else ""
