@@ -16,7 +16,7 @@ def wait_until(condition: Callable[[], T], seconds: float = 30) -> T:
     return result
 
 
-def wait_until_gone(left: Callable[[], list], seconds: float = 5) -> None:
+def wait_until_gone(left: Callable[[], list], seconds: float = 30) -> None:
     """Wait until `left` returns an empty list; AssertionError with what is left if too late."""
     deadline = time.monotonic() + seconds
     while found := left():

@@ -95,22 +95,18 @@ def send_samples(
 
 
 class Comparison:
-    """A comparison that is under way: new processes here, and tasks for the Fetcher."""
+    """A comparison that is under way: new processes here, and tasks for the Fetcher.
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate_fn: Callable | None,
-        chunk: Chunk,
-        seconds: float,
-        has_generators: bool,
-    ):
-        self.name, self.is_one = type(dataset).__name__, len(chunk.indices) == 1
+    name: of the Dataset. here: starts a process here that prepares a chunk.
+    """
+
+    def __init__(self, name: str, chunk: Chunk, here: Callable[[Chunk], Here]):
+        self.name, self.is_one = name, len(chunk.indices) == 1
         chunks = [
             chunk._replace(asker=chunk.asker._replace(worker=(number, PROCESSES)))
             for number in range(PROCESSES)
         ]
-        self.here = [Here(dataset, collate_fn, chunk, seconds, has_generators) for chunk in chunks]
+        self.here = [here(chunk) for chunk in chunks]
         self.tasks = [Task(chunk, is_fresh=True) for chunk in chunks]
 
     def is_over(self) -> bool:

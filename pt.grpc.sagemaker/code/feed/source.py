@@ -168,8 +168,7 @@ class Source:
             if isinstance(error, FileNotFoundError):
                 add(error, f"Data hosts need the file at the same path ({WHERE})")
             elif self.is_made and self.fetcher.failed:
-                parts = self.given, self.collate_fn, self.fetcher.failed, self.timeout
-                explain(error, Here(*parts, self.has_generators))
+                explain(error, self.here(self.fetcher.failed))
             elif self.is_made and "Original Traceback" in str(error):
                 add(
                     error,
@@ -201,9 +200,11 @@ class Source:
         if not (info := get_worker_info()) or info.id == 0:
             if not (self.collate_fn or hasattr(self.given, "__getitems__")):
                 chunk = chunk._replace(indices=chunk.indices[:1])
-            self.comparison = Comparison(
-                self.given, self.collate_fn, chunk, self.timeout, self.has_generators
-            )
+            self.comparison = Comparison(type(self.given).__name__, chunk, self.here)
+
+    def here(self, chunk: Chunk) -> Here:
+        """Start a process that prepares a chunk on this host."""
+        return Here(self.given, self.collate_fn, chunk, self.timeout, self.has_generators)
 
     def end_comparison(self) -> None:
         """Raise RuntimeError if data hosts prepare other samples than workers here.
