@@ -117,12 +117,12 @@ class Told(Dataset):
 class Outer(Dataset):
     """Tells its inner Dataset which worker asks."""
 
-    def __init__(self, inner: Dataset):
-        self.inner = inner
+    def __init__(self, inner: Dataset, told: Dataset):
+        self.inner, self.told = inner, told
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        self.inner.who = get_worker_info().id
+        self.told.who = get_worker_info().id
         return get_worker_info().id, self.inner[index]

@@ -111,8 +111,12 @@ def test_what_only_works_on_one_host_is_explained(hosts):
         [*loader_of(hosts, Connected(), [[0]], num_workers=1)]
 
 
-def test_each_worker_may_tell_it_something_else(hosts):
-    loader = DataLoader(Outer(remote(hosts, Told())), 2, num_workers=2, collate_fn=list)
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_each_worker_may_tell_it_something_else(hosts, is_direct):
+    dataset = Told()
+    inner = remote(hosts, dataset)
+    outer = Outer(inner, dataset if is_direct else inner)
+    loader = DataLoader(outer, 2, num_workers=2, collate_fn=list)
     samples = sum(loader, [])
     assert {who for who, _ in samples} == {0, 1} and all(who == told for who, told in samples)
 

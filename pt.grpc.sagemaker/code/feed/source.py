@@ -184,9 +184,8 @@ class Source:
         is_whole = hasattr(self.given, "__getitems__") if self.is_made else described[1][1]
         is_divisible = not (self.collate_fn or is_whole)
         self.notice(is_batch, is_divisible, asked)
-        num_workers, also = asked.num_workers if asked else 1, ()
-        if self.comparison:
-            also = self.comparison.tasks
+        num_workers = asked.num_workers if asked else 1
+        also = self.comparison.tasks if self.comparison else ()
         samples = self.fetcher.fetch(chunk, is_divisible, num_workers, also)
         if self.comparison:
             self.end_comparison()
@@ -285,7 +284,8 @@ class Source:
             if kept:
                 return kept
             file = tempfile.TemporaryFile()  # noqa: SIM115
-            write(file, parts, lambda modules: pickled.variables)
+            write(file, parts)
+            file.write(trailer(pickled.variables))
             return file
 
         self.is_shared = pickled.is_shared
@@ -300,14 +300,14 @@ class Source:
     def digest(self, parts: dict, asked: Asked | None, kept: IO[bytes] | None) -> "Pickled":
         """Return what is known of the Dataset's pickle, which goes to the file `kept`, if any.
 
-        The workers that a DataLoader forks have the same Dataset, unless a worker_init_fn or an
-        outer Dataset changes something. The one that locks the file first computes this, and the
-        others read it there, unless it has memory that others may change. A process that is killed
-        loses its lock.
+        The workers that a DataLoader forks have the same Dataset, unless the script's code has run
+        in them before: a worker_init_fn, or an outer Dataset. The one that locks the file first
+        computes this, and the others read it there, unless it has memory that others may change.
+        A process that is killed loses its lock.
         """
-        info = get_worker_info()
-        is_own = self.fetcher or self.was_reached or kept or asked and asked.worker_init_fn
-        if is_own or not (asked and info):
+        info, outer = get_worker_info(), asked.fetcher.dataset if asked and asked.fetcher else None
+        is_outermost = type(outer).__module__.startswith("feed.") and outer._source is self
+        if not (info and is_outermost) or asked.worker_init_fn or self.fetcher or kept:
             return pickled_with(parts, self.reached, kept)
         # torch starts them one after the other.
         loader = os.getppid(), multiprocessing.current_process()._identity[-1] - info.id, asked.seed
@@ -355,28 +355,27 @@ class Pickled(NamedTuple):
 
 def pickled_with(parts: dict, reached: set[str], kept: IO[bytes] | None) -> Pickled:
     """Pickle the parts, and variables of the modules that they, and `reached`, refer to."""
-    digest, found = Digest(kept), []
-
-    def with_variables(modules: set[str]) -> bytes:
-        found.extend(variables(sorted({*reached, *modules})))
-        return found[0]
-
-    pickler = write(digest, parts, with_variables)
+    digest = Digest(kept)
+    pickler = write(digest, parts)
+    content, is_shared = variables(sorted({*reached, *pickler.modules}))
+    digest.write(trailer(content))
     what = f"{type(parts['dataset']).__name__}, {digest.size / 1e6:.1f} MB"
     if pickler.globals:
         used = ", ".join(f"{name} in {at}" for name, at in pickler.globals.items())
         what += f", with globals of the script that it uses ({used}),"
-    is_shared = pickler.is_shared or found[1]
-    return Pickled(digest.sha256.digest(), what, found[0], is_shared, bool(pickler.generators))
+    is_shared |= pickler.is_shared
+    return Pickled(digest.sha256.digest(), what, content, is_shared, bool(pickler.generators))
 
 
-def write(to: Any, parts: dict, variables_of: Callable) -> DatasetPickler:
-    """Write what a data host's template reads: see worker.hold."""
+def write(to: Any, parts: dict) -> DatasetPickler:
+    """Write what a data host's template reads before the trailer: see worker.hold."""
     pickle.dump(paths_of_script(), to)  # first, as the other parts may need them
-    pickler = dump(to, **parts)
-    content = variables_of(pickler.modules)
-    to.write(content + len(content).to_bytes(8, "big"))
-    return pickler
+    return dump(to, **parts)
+
+
+def trailer(content: bytes) -> bytes:
+    """Return variables as the end of the Dataset's file, which is read from its end."""
+    return content + len(content).to_bytes(8, "big")
 
 
 def world_size() -> int:
