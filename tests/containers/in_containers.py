@@ -238,6 +238,14 @@ def test_tensorflow_on_two_hosts_with_a_stranger(
     assert "training finished after step 40" in log and "stranger connected" in log
 
 
+@needs(HOROVOD)
+def test_pipelines_with_random_numbers_and_state():
+    """tests/tf.data.service.sagemaker/ counts the same pipelines with the newest TensorFlow."""
+    command = [f"{BUILT[HOROVOD]}/bin/python", ROOT / "tests" / "helpers" / "carried.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert "all right with TensorFlow 2.12" in done.stdout, done.stdout + done.stderr[-4000:]
+
+
 # ---- what must fail, and say why
 
 

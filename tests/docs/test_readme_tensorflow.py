@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from sagemaker.core.training.configs import InputData
 
-from helpers.data_service import dispatcher_of, put_numbers
+from helpers.data_service import data_hosts, dispatcher_of, put_numbers
 from helpers.images import image
 from helpers.jobs import Jobs, texts_in
 from helpers.pages import (
@@ -20,6 +20,8 @@ from helpers.pages import (
     TF_FOLDERS,
     TF_MAP,
     TF_RANKS,
+    TF_SEED,
+    TF_SERIES,
     TF_SERVE,
     TF_TORCH,
     TF_TRAINING,
@@ -29,6 +31,7 @@ from helpers.pages import (
 from helpers.sdk_v2 import request_of_sdk_v2
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
+thorough = pytest.mark.thorough
 
 
 def trained_on(log: list[str]) -> list[tuple[int, int]]:
@@ -140,6 +143,43 @@ def test_lines_for_images_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
             for picture, label in zip(pictures, numbers, strict=True)
         ]
     assert sorted(seen) == sorted(labels.items())
+
+
+@pytest.mark.parametrize("workers", [2, *(pytest.param(n, marks=thorough) for n in (1, 3))])
+def test_lines_for_random_numbers_that_can_be_repeated(tmp_path: Path, workers: int):
+    """Two runs draw the same numbers, and others in each pass."""
+    import tensorflow as tf
+
+    from service import distribute
+
+    files = [f"{tmp_path}/{file}.tfrecord" for file in range(5)]
+    for file, name in enumerate(files):
+        with tf.io.TFRecordWriter(name) as writer:
+            for number in range(20):
+                writer.write(b"%d" % (20 * file + number))
+    said = {"tf": tf, "files": files, "PASSES": 2, "SEED": 7}
+    exec(TF_SEED, said)
+    runs = []
+    for _ in range(2):
+        with data_hosts(workers):
+            batches = distribute(said["dataset"].batch(8)).unbatch().as_numpy_iterator()
+            runs.append(sorted((int(record), float(number)) for record, number in batches))
+    assert runs[0] == runs[1] and len({*runs[0]}) == 200
+    assert [record for record, _ in runs[0]] == sorted([*range(100)] * 2)
+
+
+@pytest.mark.parametrize("workers", [2, *(pytest.param(n, marks=thorough) for n in (1, 3))])
+def test_lines_for_time_series(workers: int):
+    import tensorflow as tf
+
+    from service import distribute
+
+    said = {"tf": tf, "series": np.arange(200) ** 2, "LENGTH": 5}
+    exec(TF_SERIES, said)
+    with data_hosts(workers):
+        samples = distribute(said["dataset"].batch(8)).unbatch().as_numpy_iterator()
+        seen = sorted([*map(int, sequence), int(after)] for sequence, after in samples)
+    assert seen == [[n**2 for n in range(start, start + 6)] for start in range(195)]
 
 
 @pytest.mark.thorough

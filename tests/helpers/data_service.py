@@ -1,15 +1,17 @@
 """tf.data.service in the test's own process, and datasets of numbers that tests can count."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-import boto3
 import numpy as np
-import pytest
-from sagemaker.core.training.configs import InputData
+
+if TYPE_CHECKING:  # AWS's image of TensorFlow, whose replica runs carried.py, does not have it
+    from sagemaker.core.training.configs import InputData
 
 
 @contextmanager
@@ -25,9 +27,11 @@ def dispatcher_of(workers: int) -> Iterator[str]:
     del servers, dispatcher  # their destructors stop them
 
 
-def put_numbers(folder: Path, records: int, files: int = 12) -> InputData:
+def put_numbers(folder: Path, records: int, files: int = 12) -> "InputData":
     """Put numbers into TFRecord files on S3; return a channel with them."""
+    import boto3
     import tensorflow as tf
+    from sagemaker.core.training.configs import InputData
 
     s3 = boto3.client("s3")
     s3.create_bucket(Bucket=f"numbers-{records}")
@@ -44,11 +48,11 @@ def data_hosts(workers: int, ranks: int = 1) -> Iterator[None]:
     """Set up the environment and module state that `distribute` needs, with a data service."""
     from service import distributed
 
-    with pytest.MonkeyPatch.context() as patch, dispatcher_of(workers) as address:
-        patch.setenv("HETERO_DATA_HOSTS", address)
-        patch.setenv("WORLD_SIZE", str(ranks))
-        patch.setattr(distributed, "used_names", set())
-        patch.setattr(distributed, "are_in_step", lambda: True)
+    with (
+        dispatcher_of(workers) as address,
+        mock.patch.dict(os.environ, HETERO_DATA_HOSTS=address, WORLD_SIZE=str(ranks)),
+        mock.patch.multiple(distributed, used_names=set(), are_in_step=lambda: True),
+    ):
         yield
 
 

@@ -54,16 +54,16 @@ CHECKPOINTS, STEPS = (
 )
 [DIFF] = blocks_of(ROOT, "diff")
 BEFORE, AFTER = ((EXAMPLE / name).read_text() for name in ("before.py", "after.py"))
-TF_FIT, TF_ENTRY, TF_V2, TF_RANKS, TF_MAP, TF_SERVE, TF_TORCH, TF_FOLDERS = blocks_of(
-    TENSORFLOW, "python"
-)
+TF_BLOCKS = blocks_of(TENSORFLOW, "python")
+TF_FIT, TF_ENTRY, TF_V2, TF_RANKS, TF_MAP, TF_SERVE, TF_TORCH = TF_BLOCKS[:7]
+TF_SEED, TF_SERIES, TF_FOLDERS = TF_BLOCKS[7:]
 [TF_COMMAND] = re.findall(r'command="exec (.*)"', (TENSORFLOW / "README.md").read_text())
 SOLUTIONS = re.findall(
     r"<details>.*?```python\n(.*?)```.*?</details>", (ROOT / "workshop.md").read_text(), re.S
 )
 PYTHON = {LOCAL, MEASURED, V3, ENTRY, V2, TORCHRUN, *CHECKPOINTS.values()}
 PYTHON |= {WEB_DATASET, HUGGING_FACE, TRAINER, *STEPS.values()}
-PYTHON |= {TF_FIT, TF_ENTRY, TF_V2, TF_RANKS, TF_MAP, TF_SERVE, TF_TORCH, TF_FOLDERS, *SOLUTIONS}
+PYTHON |= {*TF_BLOCKS, *SOLUTIONS}
 
 # These replace feed/ and the reader's own script.
 TOY_SCRIPTS = {

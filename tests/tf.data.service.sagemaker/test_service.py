@@ -130,6 +130,13 @@ def test_without_data_hosts_a_dataset_stays_as_it_is(monkeypatch: pytest.MonkeyP
 # ---- what is refused
 
 
+def test_only_a_dataset_is_taken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HETERO_DATA_HOSTS", "nobody:1")
+    for other in ([1, 2], iter(Dataset.range(3)), tf.keras.utils.PyDataset()):
+        with pytest.raises(ValueError, match="it takes a tf.data.Dataset, not"):
+            distribute(other)
+
+
 @pytest.mark.parametrize("hosts", ["algo-1", "algo-1:", "algo-1:x", " "])
 def test_malformed_addresses_are_refused(monkeypatch: pytest.MonkeyPatch, hosts: str):
     monkeypatch.setenv("HETERO_DATA_HOSTS", hosts)

@@ -4,6 +4,9 @@
 
 distributed.py  distribute
 pipelines.py    which pipelines it refuses, and why
+state.py        what a pipeline carries: random numbers, variables, tables
+same.py         all ranks send the same pipeline
+graph.py        a pipeline as a graph
 waiting.py      what it prints until the first batch arrives
 functions.py    numpy_function: Python functions in a pipeline
 serve.py        the program of a data host: python service/serve.py
@@ -12,5 +15,5 @@ serve.py        the program of a data host: python service/serve.py
 from service.distributed import distribute
 from service.functions import numpy_function
 
-__version__ = "2026-11-26"  # CHANGES.md says what else to change when you update your copy
+__version__ = "2026-11-27"  # CHANGES.md says what else to change when you update your copy
 __all__ = ["distribute", "numpy_function"]

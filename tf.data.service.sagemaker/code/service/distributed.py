@@ -7,9 +7,13 @@ from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.ops.dataset_ops import _VariantDataset
 from tensorflow.python.eager import context
 
-from service.pipelines import check
+from service.graph import graph_of
+from service.pipelines import check, refuse
+from service.same import check_same
+from service.state import renew
 from service.waiting import wait_for_dispatcher, watched
 
 used_names: set[str] = set()
@@ -26,10 +30,12 @@ def distribute(
     allow: ops to accept that are otherwise refused, such as "Scan".
     options: further options of tf.data.experimental.service.distribute.
 
-    Raises ValueError if data hosts would produce different samples (pipelines.py), if the name has
-    been used, if several ranks are not in step, or if several ranks would train on a dataset that
-    ends, because they would get unequal numbers of batches. Raises ConnectionError if the
-    dispatcher cannot be reached for 120 s. If no worker comes for 120 s, the process exits.
+    Random numbers become new ones in each worker and epoch (state.py). Raises ValueError if data
+    hosts would produce different samples (pipelines.py, state.py), if another rank has another
+    pipeline (same.py), if the name has been used, if several ranks are not in step, or if several
+    ranks would train on a dataset that ends, because they would get unequal numbers of batches.
+    Raises ConnectionError if the dispatcher cannot be reached for 120 s. If no worker comes for
+    120 s, the process exits.
     """
     ranks = int(os.environ.get("WORLD_SIZE") or 1)
     if ranks > 1 and not are_in_step():
@@ -48,7 +54,24 @@ def distribute(
         )
     if not tf.executing_eagerly():
         raise ValueError("distribute: call it outside of a tf.function")
-    is_endless = check(dataset, allow)
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ValueError(
+            f"distribute: it takes a tf.data.Dataset, not {type(dataset).__name__}. Call it before "
+            "experimental_distribute_dataset or iter. A PyDataset needs PyTorch's loader."
+        )
+    if dataset._flat_types == [tf.variant]:
+        refuse(
+            "a ragged or sparse tensor, or a dataset, as its only component",
+            "TensorFlow cannot send it",
+            "send another component with it: dataset.map(lambda x: (x, 0))",
+        )
+    graph = graph_of(dataset)
+    is_endless = check(graph, allow)
+    if renew(graph, allow):
+        print(
+            f"distribute: random numbers of {name} do not follow seeds, and differ in each epoch.",
+            flush=True,
+        )
     if name == "training" and ranks > 1 and not is_endless:
         raise ValueError(
             f"distribute: {ranks} ranks would get unequal numbers of batches, and wait for each "
@@ -60,7 +83,10 @@ def distribute(
             "batches. Pass a different name= for each dataset, the same on all ranks."
         )
     wait_for_dispatcher(dispatcher)
+    check_same(graph, dispatcher, name)
     used_names.add(name)
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+    dataset = _VariantDataset(variant, dataset.element_spec)
     distributed = tf.data.experimental.service.distribute(
         # Data hosts get files as they need them, so that each works at its own speed.
         processing_mode=tf.data.experimental.service.ShardingPolicy.DYNAMIC,

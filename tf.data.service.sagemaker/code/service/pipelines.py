@@ -4,61 +4,27 @@ Every worker runs the whole pipeline, and the dispatcher gives out the items of 
 independently: one file name, number or row at a time (ShardingPolicy.DYNAMIC). So an op that pairs
 two sources, or that counts or remembers what passes through, sees only one worker's share, and
 TensorFlow does not warn. Such ops are correct inside the function of an `interleave` or `flat_map`,
-which handles one file.
+which handles one file, and in a dataset that such a function uses: every worker reads all of it.
 """
 
-import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 
-GraphDef, NodeDef = tf.compat.v1.GraphDef, tf.compat.v1.NodeDef
-IGNORE = 1  # state of ops, such as a random generator's, which starts anew on data hosts
+from service.graph import GraphDef, NodeDef, Nodes, is_set, op_of
+
 # With these ops each sample comes once in each pass, with its label, except as RULES say.
 RIGHT = (
     "Range TensorSlice Tensor Random Concatenate Repeat Shuffle ShuffleAndRepeat Map ParallelMap "
     "MapAndBatch Filter FlatMap Interleave ParallelInterleave LegacyParallelInterleave "
-    "DirectedInterleave GroupByWindow Batch ParallelBatch PaddedBatch Rebatch Unbatch "
-    "IgnoreErrors Prefetch Options"
+    "DirectedInterleave GroupByWindow Batch ParallelBatch PaddedBatch DenseToSparseBatch Rebatch "
+    "Unbatch ParseExample IgnoreErrors Prefetch Options"
 )
-
-
-class Pipeline:
-    """The graph of a dataset, as it is sent to the data hosts."""
-
-    def __init__(self, dataset: tf.data.Dataset):
-        graph = tf.raw_ops.DatasetToGraphV2(
-            input_dataset=dataset._variant_tensor, external_state_policy=IGNORE
-        )
-        self.graph = GraphDef.FromString(graph.numpy())
-        self.nodes = {node.name: node for node in self.graph.node}
-        self.functions = {f.signature.name: f.node_def for f in self.graph.library.function}
-
-    def inputs(self, node: NodeDef) -> list[NodeDef]:
-        return [self.nodes[re.sub(r"^\^|:\d+$", "", name)] for name in node.input]
-
-    def above(self, node: NodeDef) -> Iterator[NodeDef]:
-        """Yield a node and everything that comes before it."""
-        yield node
-        for each in self.inputs(node):
-            yield from self.above(each)
-
-    def argument(self, node: NodeDef, place: int) -> Any:
-        """Return the value of one of a node's constant inputs."""
-        return value(self.inputs(node)[place])
-
-    def is_endless(self, node: NodeDef) -> bool:
-        """Return whether a node is an endless `repeat()` or range, or has one before it."""
-        op, counts = op_of(node), {"Repeat": 1, "ShuffleAndRepeat": 4}
-        if op == "Range" and self.argument(node, 1) == tf.int64.max:
-            return True
-        if op in counts and self.argument(node, counts[op]) < 0:
-            return True
-        if op == "DirectedInterleave":
-            ends = [self.is_endless(each) for each in self.inputs(node)[1:]]
-            return all(ends) if node.attr["stop_on_empty_dataset"].b else any(ends)
-        return any(self.is_endless(each) for each in self.inputs(node))
+RESTARTS = ("Shuffle", "Repeat", "ShuffleAndRepeat")
+BATCHES = "Batch ParallelBatch PaddedBatch MapAndBatch DenseToSparseBatch"
+MANY = 5040  # samples in a batch whose size is not known
 
 
 class Rule(NamedTuple):
@@ -68,76 +34,150 @@ class Rule(NamedTuple):
     name: str
     wrong: str
     instead: str
-    applies: Callable[[Pipeline, NodeDef], bool] = lambda pipeline, node: True
+    applies: Callable[[Nodes, NodeDef], bool] = lambda nodes, node: True
 
 
-def after_shuffle(pipeline: Pipeline, node: NodeDef) -> bool:
-    ops = {op_of(each) for each in pipeline.above(node)}
-    return not ops.isdisjoint({"Shuffle", "Repeat", "ShuffleAndRepeat"})
+def within(nodes: Nodes, node: NodeDef) -> Iterator[NodeDef]:
+    """Yield the nodes of the functions that a node calls, and of the datasets that these use."""
+    for name in nodes.inputs(node, ".*other_arguments"):
+        yield from nodes.above(name)
+    for function in nodes.called(node):
+        inner = Nodes(function.node_def, nodes.functions)
+        for each in function.node_def:
+            yield each
+            yield from within(inner, each)
 
 
-def is_no_choice(pipeline: Pipeline, node: NodeDef) -> bool:
-    """Return whether random numbers are used for anything but sample_from_datasets."""
-    choosing = [each for each in pipeline.graph.node if op_of(each) == "DirectedInterleave"]
-    chosen_by = [each.name for one in choosing for each in pipeline.above(pipeline.inputs(one)[0])]
-    return node.name not in chosen_by
+def after_shuffle(nodes: Nodes, node: NodeDef) -> bool:
+    return any(op_of(each) in RESTARTS for each in nodes.above(node.name))
 
 
-def is_not_random(pipeline: Pipeline, node: NodeDef) -> bool:
-    return "Random" not in map(op_of, pipeline.above(pipeline.inputs(node)[0]))
+def shuffles_within(nodes: Nodes, node: NodeDef) -> bool:
+    return any(op_of(each) in RESTARTS for each in within(nodes, node))
 
 
-def stops(pipeline: Pipeline, node: NodeDef) -> bool:
-    return node.attr["stop_on_empty_dataset"].b and not pipeline.is_endless(node)
+def is_chosen(nodes: Nodes, node: NodeDef) -> bool:
+    """Return whether anything but random numbers chooses the next dataset."""
+    [selector] = nodes.inputs(node, "selector_input_dataset")
+    return not {op_of(each) for each in nodes.above(selector)} <= {"Random", "Batch", "Map"}
 
 
-def joins_neighbours(pipeline: Pipeline, node: NodeDef) -> bool:
-    """Return whether a node makes batches of batches."""
-    before = pipeline.inputs(node)[0]
-    while op_of(before) in ("Map", "ParallelMap", "Shuffle", "Repeat", "Prefetch", "Filter"):
-        before = pipeline.inputs(before)[0]
-    return op_of(before) in BATCHES.split()
+def stops(nodes: Nodes, node: NodeDef) -> bool:
+    return is_set(node, "stop_on_empty_dataset") and not nodes.is_endless(node.name)
 
 
-def drops(pipeline: Pipeline, node: NodeDef) -> bool:
-    return bool(pipeline.argument(node, -1)) and not pipeline.is_endless(node)
+def makes_endless(nodes: Nodes, node: NodeDef) -> bool:
+    return nodes.makes_endless(node)
 
 
-def drops_within(pipeline: Pipeline, node: NodeDef) -> bool:
-    """Return whether the function for a group does anything but map it and batch all of it."""
-    nodes = {each.name: each for each in pipeline.functions[node.attr["reduce_func"].func.name]}
-    for each in nodes.values():
-        if op_of(each) in BATCHES.split():
-            last = nodes.get(each.input[-1].split(":")[0])
-            if last is None or last.op != "Const" or value(last):
-                return True
-        elif op_of(each) not in ("", "Map", "ParallelMap"):
+def takes_batches(nodes: Nodes, node: NodeDef) -> bool:
+    """Return whether the elements that a node takes are batches."""
+    ops = {op_of(n) for name in nodes.datasets(node) for n in nodes.above(name, until=["Unbatch"])}
+    return not ops.isdisjoint([*BATCHES.split(), "GroupByWindow"])
+
+
+def joins_samples(nodes: Nodes, node: NodeDef) -> bool:
+    """Return whether a map makes fewer rows of the samples of a batch, such as by a reshape."""
+    if not takes_batches(nodes, node):
+        return False
+    batches = [each for each in nodes.above(node.name) if op_of(each) in BATCHES.split()]
+    size = (nodes.argument(batches[0], "batch_size") if batches else None) or MANY
+    return any(makes_fewer(nodes, function, size) for function in nodes.called(node))
+
+
+def makes_fewer(nodes: Nodes, function: Any, size: int) -> bool:
+    """Return whether TensorFlow infers that a function makes fewer rows of so many samples.
+
+    It infers nothing from calls, so a function that makes the result is looked at itself.
+    """
+    tried, rows = type(function)(), 0
+    tried.CopyFrom(function)
+    for place in range(len(tried.signature.input_arg)):
+        for shape in tried.arg_attr[place].attr["_output_shapes"].list.shape:
+            if shape.dim and shape.dim[0].size == -1:
+                shape.dim[0].size = size
+            rows = rows or (shape.dim[0].size if shape.dim else 0)  # of the first part of a batch
+    try:
+        graph = function_def_to_graph(tried)
+    except ValueError:  # so it would fail without data hosts, too
+        return False
+    # A variant is a sparse or ragged tensor.
+    outputs = [e for e in graph.outputs if e.dtype != tf.variant and depends(e, graph.inputs)]
+    for output in outputs:
+        op = output.op
+        while op.type == "Identity":
+            op = op.inputs[0].op
+        if any(makes_fewer(nodes, each, size) for each in nodes.called(op.node_def)):
             return True
+    shapes = [each.shape for each in outputs]
+    is_number = rows > 1 and bool(shapes) and all(shape.rank == 0 for shape in shapes)
+    return is_number or any(shape.rank and (shape[0] or rows) < rows for shape in shapes)
+
+
+def depends(tensor: tf.Tensor, inputs: Collection[tf.Tensor]) -> bool:
+    """Return whether a tensor of a graph is computed from any of its inputs."""
+    todo, seen, wanted = [tensor.op], set(), {each.op.name for each in inputs}
+    while todo:
+        op = todo.pop()
+        if op.name in wanted:
+            return True
+        if op.name not in seen:
+            seen.add(op.name)
+            todo += [each.op for each in op.inputs]
     return False
 
 
-BATCHES = "Batch ParallelBatch PaddedBatch MapAndBatch"
-IN_PYTHON = "split the files or rows in Python, before you make a dataset of them"
+def splits_at_random(nodes: Nodes, node: NodeDef) -> bool:
+    """Return whether a filter may follow random numbers that have a seed."""
+    functions = [each for one in nodes.above(node.name) for each in within(nodes, one)]
+    return any(each.attr[seed].i for each in functions for seed in {"seed", "seed2"} & {*each.attr})
+
+
+def drops(nodes: Nodes, node: NodeDef) -> bool:
+    [before] = nodes.datasets(node)
+    return bool(nodes.argument(node, "drop_remainder")) and not nodes.is_endless(before)
+
+
+def drops_within(nodes: Nodes, node: NodeDef) -> bool:
+    """Return whether the function for a group does more than map, shuffle and batch all of it."""
+    function = nodes.functions[node.attr["reduce_func"].func.name]
+    within = Nodes(function.node_def, nodes.functions)
+    return any(
+        within.argument(each, "drop_remainder") is not False
+        if op_of(each) in BATCHES.split()
+        else op_of(each) not in ("", "Map", "ParallelMap", "Shuffle", "Prefetch")
+        for each in within.nodes.values()
+    )
+
+
+IN_PYTHON = "split the files or rows in Python, the same in all ranks, before you make a dataset"
 READS_ALL = "each worker would read all of the data"
 # fmt: off
 RULES = [
+    Rule("Snapshot", "a snapshot", "each worker would keep its own share", "remove it"),
+    Rule("CSV Load", "a CsvDataset or Dataset.load", "TensorFlow cannot divide it among workers",
+         "read each file in the function of a flat_map over the names of the files"),
+    Rule("DirectedInterleave",
+         "a choose_from_datasets, a rejection_resample, or weights that are a dataset",
+         "each worker would make only some of the choices",
+         "use sample_from_datasets with a list of weights", is_chosen),
     Rule("Zip", "a zip, an enumerate, or a Keras utility like image_dataset_from_directory",
          "samples would get the labels or numbers of other samples",
          "put what belongs together into one source: from_tensor_slices((paths, labels))"),
     Rule("Scan", "a scan, or Dataset.counter", "each worker would keep its own count or state",
          "count in the source, for example with Dataset.range(tf.int64.max)"),
     Rule("Random", "a Dataset.random", "workers could draw the same numbers",
-         "call tf.random.stateless_uniform in map, with a seed from the sample", is_no_choice),
+         "call tf.random.uniform in map"),
     Rule("Take", "a take", "each worker would take that many", IN_PYTHON,
-         lambda pipeline, node: pipeline.argument(node, 1) >= 0),
+         lambda nodes, node: nodes.argument(node, "count") != -1),
     Rule("Skip", "a skip", "each worker would skip that many", IN_PYTHON,
-         lambda pipeline, node: pipeline.argument(node, 1) != 0),
+         lambda nodes, node: nodes.argument(node, "count") != 0),
     Rule("TakeWhile", "a take_while", "each worker would stop on its own", "use filter"),
     Rule("Shard", "a shard", "the other shards would never be read",
          "call shard only if HETERO_DATA_HOSTS is empty",
-         lambda pipeline, node: pipeline.argument(node, 1) != 1),
+         lambda nodes, node: nodes.argument(node, "num_shards") != 1),
     Rule("Cache", "a cache", "each worker would repeat its own share forever, or lose it",
-         "remove it"),
+         "remove it; tfds adds one, unless you pass it ReadConfig(try_autocache=False)"),
     Rule("Window", "a window", "it would join samples that are not adjacent",
          "call window inside the function of flat_map, for one file"),
     Rule("Unique", "a unique", "a sample could come once from each worker",
@@ -145,21 +185,36 @@ RULES = [
     Rule("AssertCardinality", "an assert_cardinality", "no worker has all samples",
          "call it after distribute, or pass ReadConfig(assert_cardinality=False) to tfds"),
     Rule("DataService", "a distribute", "it would be distributed twice", "call distribute once"),
+    Rule("FlatMap Interleave ParallelInterleave LegacyParallelInterleave",
+         "an interleave or flat_map whose function makes a dataset without end",
+         "a worker would never read the rest of its share", "call repeat() after it",
+         makes_endless),
     Rule("Interleave", "an interleave after shuffle, list_files or repeat", READS_ALL,
          "pass num_parallel_calls=tf.data.AUTOTUNE to interleave, or shuffle=False to list_files",
          after_shuffle),
+    Rule("Interleave LegacyParallelInterleave",
+         "an interleave whose function shuffles or repeats", READS_ALL,
+         "pass num_parallel_calls=tf.data.AUTOTUNE to interleave", shuffles_within),
     Rule("GroupByWindow", "a bucket_by_sequence_length or group_by_window after shuffle or repeat",
          READS_ALL, "call shuffle and repeat after it", after_shuffle),
     Rule("GroupByWindow", "a group_by_window that may drop part of a group",
          "each worker would drop part of its own groups", "let it batch the whole group",
          drops_within),
-    Rule("DirectedInterleave", "a choose_from_datasets",
-         "each worker would make only some of the choices", "use sample_from_datasets",
-         is_not_random),
+    Rule("Filter", "a filter with random numbers that have a seed",
+         "workers draw other numbers, so that a validation set would contain training samples",
+         "split by a hash of the sample, such as tf.strings.to_hash_bucket_fast(name, 10) < 8; or, "
+         "if it is no split, remove the seed or filter before other ops draw random numbers",
+         splits_at_random),
     Rule("DirectedInterleave", "a sample_from_datasets with stop_on_empty_dataset=True",
          "each worker would stop on its own", "call repeat() on each of the datasets", stops),
-    Rule(BATCHES, "a batch of batches", "it would join samples that are not adjacent",
-         "make sequences inside the function of flat_map, for one file", joins_neighbours),
+    Rule(f"{BATCHES} GroupByWindow", "a batch of batches",
+         "it would join samples that are not adjacent",
+         "make sequences inside the function of flat_map, for one file, or undo the first batch "
+         "with unbatch()", takes_batches),
+    Rule("Map ParallelMap", "a map that turns a batch into fewer rows, such as by a reshape",
+         "it would join samples that are not adjacent",
+         "make sequences inside the function of flat_map, for one file, or, if it is no sequence, "
+         "map after distribute", joins_samples),
     Rule(f"{BATCHES} Rebatch", "a batch with drop_remainder=True",
          "each worker would drop samples in each pass",
          "call repeat() before it, or keep the remainder", drops),
@@ -168,51 +223,38 @@ RULES = [
 KNOWN = {*RIGHT.split(), *(op for rule in RULES for op in rule.ops.split())}
 
 
-def check(dataset: tf.data.Dataset, allow: Collection[str] = ()) -> bool:
+def check(graph: GraphDef, allow: Collection[str] = ()) -> bool:
     """Return whether a dataset is endless. Raise ValueError if data hosts would get it wrong.
 
     allow: ops to accept anyway, by TensorFlow's names without "Dataset", such as "Scan".
     """
-    pipeline = Pipeline(dataset)
-    for node in pipeline.graph.node:
-        op = op_of(node)
-        for rule in RULES:
-            if op in rule.ops.split() and op not in allow and rule.applies(pipeline, node):
+    functions = {each.signature.name: each for each in graph.library.function}
+    nodes = Nodes(graph.node, functions)
+    [end] = [node.name for node in graph.node if node.op == "_Retval"]
+    shared = [(nodes, node) for node in nodes.above(end) if op_of(node) not in ("", *allow)]
+    bodies = [Nodes(each.node_def, functions) for each in functions.values()]
+    filters = [(body, node) for body in bodies for node in body.nodes.values()]
+    for rule in RULES:
+        for where, node in [*shared, *(filters if rule.ops == "Filter" else ())]:
+            if op_of(node) in rule.ops.split() and rule.applies(where, node):
                 refuse(rule.name, rule.wrong, rule.instead)
-        if op and op not in KNOWN and op not in allow:
+    for op in (op_of(node) for _, node in shared):
+        if op not in KNOWN:
             refuse(
                 f"a {op}Dataset, which has not been tested here",
                 "samples might be lost, repeated or mixed up",
                 f"remove it, or count the samples yourself and then pass allow=[{op!r}]",
             )
-    for nodes in pipeline.functions.values():
-        if any(":" not in node.attr["token"].s.decode() for node in nodes if "PyFunc" in node.op):
-            refuse(
-                "a Python function (py_function, numpy_function, from_generator)",
-                "data hosts do not have it",
-                "use service.numpy_function, or PyTorch's loader, which Keras accepts too",
-            )
-        ops = " ".join(node.op for node in nodes)
-        # A Keras layer that draws random numbers assigns its generator's state: that is harmless.
-        is_assigned = "AssignVariableOp" in ops and "Random" not in ops
-        if is_assigned or re.search("Assign(Add|Sub)VariableOp|LookupTableInsert", ops):
-            refuse(
-                "a variable or table that changes", "each worker has its own", "count in the source"
-            )
-    [end] = [node for node in pipeline.graph.node if node.op == "_Retval"]
-    return pipeline.is_endless(end)
+    for function in functions.values():
+        for node in function.node_def:
+            if "PyFunc" in node.op and ":" not in node.attr["token"].s.decode():
+                refuse(
+                    "a Python function (py_function, numpy_function, from_generator)",
+                    "data hosts do not have it",
+                    "use service.numpy_function, or PyTorch's loader, which Keras accepts too",
+                )
+    return nodes.is_endless(end)
 
 
 def refuse(name: str, wrong: str, instead: str) -> None:
     raise ValueError(f"distribute: the pipeline has {name}: {wrong}. Instead, {instead}.")
-
-
-def value(node: NodeDef) -> Any:
-    """Return the value of a constant."""
-    return tf.make_ndarray(node.attr["value"].tensor).item()
-
-
-def op_of(node: NodeDef) -> str:
-    """Return the name of a dataset's op, such as Map for MapDatasetV2, or "" for other nodes."""
-    match = re.fullmatch(r"(\w+?)Dataset(V\d+)?", node.op)
-    return match[1] if match else ""
