@@ -210,7 +210,7 @@ def test_random_series_of_steps_give_the_same_samples_or_are_refused(files: Path
         dataset = numbered(source())
         for name in names:
             dataset = steps()[name](dataset)
-        return (wrong(dataset) if wrong else dataset).batch(16)
+        return wrong(dataset) if wrong else dataset.batch(16)
 
     def checked(dataset: Any) -> Any:
         found = graph.graph_of(dataset)
