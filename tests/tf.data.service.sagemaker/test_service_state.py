@@ -17,11 +17,11 @@ from helpers.pages import TENSORFLOW
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
     """Import TensorFlow, which takes seconds, only in the process that runs these tests."""
-    global Dataset, carried, distribute, distributed, same, tf
+    global Dataset, carried, distribute, distributed, tf
     import tensorflow as tf
 
     from helpers import carried
-    from service import distribute, distributed, same
+    from service import distribute, distributed
 
     Dataset = tf.data.Dataset
 

@@ -66,10 +66,6 @@ def stops(nodes: Nodes, node: NodeDef) -> bool:
     return is_set(node, "stop_on_empty_dataset") and not nodes.is_endless(node.name)
 
 
-def makes_endless(nodes: Nodes, node: NodeDef) -> bool:
-    return nodes.makes_endless(node)
-
-
 def takes_batches(nodes: Nodes, node: NodeDef) -> bool:
     """Return whether the elements that a node takes are batches."""
     ops = {op_of(n) for name in nodes.datasets(node) for n in nodes.above(name, until=["Unbatch"])}
@@ -188,7 +184,7 @@ RULES = [
     Rule("FlatMap Interleave ParallelInterleave LegacyParallelInterleave",
          "an interleave or flat_map whose function makes a dataset without end",
          "a worker would never read the rest of its share", "call repeat() after it",
-         makes_endless),
+         Nodes.makes_endless),
     Rule("Interleave", "an interleave after shuffle, list_files or repeat", READS_ALL,
          "pass num_parallel_calls=tf.data.AUTOTUNE to interleave, or shuffle=False to list_files",
          after_shuffle),
