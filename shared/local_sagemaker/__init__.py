@@ -13,20 +13,12 @@ You can try, test and teach any training job that the SDK starts with a `source_
 heterogeneous cluster. moto mocks AWS (S3, IAM, STS, CloudWatch, Logs, SageMaker's API). moto only
 pretends to run training jobs, but here they really run: each host is a process with its own /opt/ml
 tree, loopback address and cores, and it runs the job's own entry point. `/opt/ml` is replaced in
-the entry point and in the SDK's driver scripts. Your own code should find its folders as on AWS,
-from the variables SM_MODEL_DIR, SM_CHANNEL_... or from SAGEMAKER_BASE_DIR (default /opt/ml).
+the request's command, hyperparameters and environment, and in the SDK's driver scripts. Your own
+code should find its folders as on AWS, from SM_MODEL_DIR, SM_CHANNEL_... or SAGEMAKER_BASE_DIR.
 
-Not supported:
-- Container images: a Python environment replaces the image, by default that of this process, and
-  `pip install` in a job only checks whether the requirements are installed.
-- Channels other than S3 prefixes in File mode that every host gets in full. FastFile is treated as
-  File, and a printed line says so; everything else is refused.
-- Warm pools, spot interruptions and GPUs.
-- AWS from inside a job: its code has neither credentials nor the mock.
-- Systems other than Linux.
-
-A `\\r`, which progress bars print, ends a line of a host's log. In published logs of jobs on
-SageMaker, `#015` replaces it, within one long line.
+What AWS refuses is refused here too (model.py, refusals.py), and so is what this machine does not
+do (parts.py). A job's code has no access to AWS or the mock, and `pip install` in a job only checks
+whether the requirements are installed. A `\\r`, which progress bars print, ends a line of a log.
 
 Nothing reaches AWS or costs money: credentials, profiles and endpoints in the environment are set
 aside, and a request that the mock does not answer is an error.

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,17 +43,13 @@ def vcpus(instance_type: str) -> int:
     return INSTANCE_TYPES[name]["VCpuInfo"]["DefaultVCpus"]
 
 
-def has_gpu(instance_type: str) -> bool:
-    """Whether an instance of this type has a GPU or another accelerator on AWS."""
-    facts = INSTANCE_TYPES[instance_type.removeprefix("ml.")]
-    return bool(facts.get("GpuInfo") or facts.get("NeuronInfo"))
+def has_own_disk(instance_type: str) -> bool:
+    """Whether an instance of this type has local storage, so that it needs no EBS volume."""
+    return INSTANCE_TYPES[instance_type.removeprefix("ml.")]["InstanceStorageSupported"]
 
 
 def instance_groups(resource_config: dict) -> list[dict]:
-    """Return the groups of a CreateTrainingJob ResourceConfig.
-
-    A homogeneous job has one group, with the name that AWS uses.
-    """
+    """Return a ResourceConfig's groups; a homogeneous job has one, with the name that AWS uses."""
     return resource_config.get("InstanceGroups") or [
         {
             "InstanceGroupName": "homogeneousCluster",
@@ -68,13 +65,10 @@ def total_vcpus(groups: list[dict]) -> int:
 
 
 def lock_job_number() -> tuple[int, socket.socket]:
-    """Reserve a number that no other local job on this machine has.
+    """Reserve a number that no other local job here has; its addresses and ports follow from it.
 
-    The job's addresses and ports follow from the number. The lock is a name in Linux's abstract
-    socket namespace: it leaves no file, and the end of the process frees it.
-
-    Returns:
-        The number, and the socket that holds it until the socket is closed.
+    Returns the number, and the socket that holds it, by a name in Linux's abstract namespace: it
+    leaves no file, and the end of the process frees it.
     """
     for number in range(JOBS_AT_ONCE):
         lock = socket.socket(socket.AF_UNIX)
@@ -106,10 +100,7 @@ def _ports_are_free(number: int) -> bool:
 
 
 def share_of_cores(instance_type: str, scale_vcpus: int) -> int:
-    """Return how many of this machine's cores an instance gets, at least one.
-
-    All cores together stand for `scale_vcpus` vCPUs.
-    """
+    """Return how many cores an instance gets, at least one, if all stand for `scale_vcpus`."""
     return max(1, len(os.sched_getaffinity(0)) * vcpus(instance_type) // scale_vcpus)
 
 
@@ -150,7 +141,9 @@ def describe_plan(job_name: str, hosts: list[Host]) -> str:
     """Format the plan as a table for the notebook."""
     rows = [("host", "group", "instance type", "core numbers", "address")]
     for h in hosts:
-        cores = ",".join(map(str, h.cores)) + " (also as GPU)" * has_gpu(h.instance_type)
+        facts = INSTANCE_TYPES[h.instance_type.removeprefix("ml.")]
+        has_gpu = "GpuInfo" in facts or "NeuronInfo" in facts
+        cores = ",".join(map(str, h.cores)) + " (also as GPU)" * has_gpu
         rows.append((h.name, h.group, h.instance_type, cores, h.address))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{job_name} on this machine:"]
@@ -163,11 +156,9 @@ def describe_plan(job_name: str, hosts: list[Host]) -> str:
 def write_configuration(host: Host, hosts: list[Host], request: dict, python: Path) -> None:
     """Create the host's folders below /opt/ml, and write its input/config as SageMaker does.
 
-    python: the folder of the Python interpreter that replaces the image's.
-
-    The list of all hosts is "sorted lexicographically", so algo-10 comes before algo-2. AWS does
-    not promise an order of the groups and of their hosts, so here each host gets a random one.
-    Source:
+    `python` is the folder of the interpreter that replaces the image's. The list of all hosts is
+    "sorted lexicographically"; AWS promises no order of the groups and their hosts, so each host
+    gets a random one here. Source:
     docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
     """
     for folder in ("input/config", "input/data", "model", "output/data", "checkpoints"):
@@ -195,7 +186,7 @@ def write_configuration(host: Host, hosts: list[Host], request: dict, python: Pa
             "TrainingInputMode": "File",
             "S3DistributionType": "FullyReplicated",
             "RecordWrapperType": "None",
-            **({"ContentType": channel["ContentType"]} if channel.get("ContentType") else {}),
+            **{key: channel[key] for key in ("ContentType",) if key in channel},
         }
         for channel in channels_of(host, request)
     }
@@ -209,28 +200,34 @@ def write_configuration(host: Host, hosts: list[Host], request: dict, python: Pa
 
 def channels_of(host: Host, request: dict) -> list[dict]:
     """Return the channels of the job that this host's instance group gets."""
-    chosen = []
-    for channel in request.get("InputDataConfig") or []:
-        groups = channel["DataSource"]["S3DataSource"].get("InstanceGroupNames")
-        if not groups or host.group in groups:
-            chosen.append(channel)
-    return chosen
+    channels = request.get("InputDataConfig") or []
+    groups = [c["DataSource"]["S3DataSource"].get("InstanceGroupNames") for c in channels]
+    return [c for c, own in zip(channels, groups, strict=True) if not own or host.group in own]
 
 
-def input_mode(channel: dict, request: dict) -> str:
-    """Return File, FastFile or Pipe: the channel's own mode, or else the algorithm's."""
-    return channel.get("InputMode") or request["AlgorithmSpecification"]["TrainingInputMode"]
+def own_paths(text: str, host: Host, *folders: str) -> str:
+    """Replace the folders of a container in `text` with those in the host's own tree."""
+    # A folder of that name in a URL or below another folder stays: s3://bucket/opt/ml.
+    before, names = r"(?<![\w.\-/}])|(?<=file://)|(?<=\\[nrt])", "|".join(map(re.escape, folders))
+    return re.sub(rf"({before})({names})(?![\w-])", rf"{host.tree}\2", text)
 
 
-def rewrite(text: str, host: Host) -> str:
-    """Replace /opt/ml in `text` with the path of the host's own tree."""
-    return text.replace("/opt/ml", str(host.opt_ml))
+def with_own_paths(request: dict, host: Host) -> dict:
+    """Return the request with the host's own paths where the container would have /opt/ml."""
+    checkpoints = (request.get("CheckpointConfig") or {}).get("LocalPath", "")
+    folders = ["/opt/ml", *[checkpoints] * checkpoints.startswith("/")]
+    return json.loads(own_paths(json.dumps(request), host, *folders))
 
 
-def host_environment(
-    host: Host, hosts: list[Host], request: dict, number: int, arn: str, region: str
-) -> dict:
+def command(request: dict) -> list[str]:
+    """Return the command that a host runs."""
+    specification = request["AlgorithmSpecification"]
+    return specification["ContainerEntrypoint"] + (specification.get("ContainerArguments") or [])
+
+
+def environment(host: Host, hosts: list[Host], request: dict, number: int) -> dict[str, str]:
     """Return the environment of the host's PID 1: the job's variables, and none of the user's."""
+    local = {"addresses": {h.name: h.address for h in hosts}, "base_port": base_port(number)}
     return {
         "PATH": f"{host.tree}/python/bin:/usr/local/bin:/usr/bin:/bin",
         # As in AWS's images: a Python program's lines reach the log as soon as they are printed.
@@ -238,7 +235,6 @@ def host_environment(
         "LANG": "C.UTF-8",
         "HOME": str(host.tree),
         "TMPDIR": str(host.tree / "tmp"),
-        "AWS_REGION": region,
         "AWS_EC2_METADATA_DISABLED": "true",  # boto3 must not use the machine's own credentials
         **(request.get("Environment") or {}),
         # In a job, pip may check its requirements, but not change the user's environment.
@@ -248,10 +244,7 @@ def host_environment(
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_ROOT_USER_ACTION": "ignore",
         "TRAINING_JOB_NAME": request["TrainingJobName"],
-        "TRAINING_JOB_ARN": arn,
         "SAGEMAKER_BASE_DIR": str(host.opt_ml),
         # The hosts' addresses on this machine. Absent on AWS, where the hosts' names resolve.
-        "LOCAL_SAGEMAKER": json.dumps(
-            {"addresses": {h.name: h.address for h in hosts}, "base_port": base_port(number)}
-        ),
+        "LOCAL_SAGEMAKER": json.dumps(local),
     }

@@ -6,14 +6,10 @@ from collections.abc import Iterator
 
 REGION = "us-east-1"
 # Settings that would make the SDK or boto3 leave this machine or use somebody's defaults.
-SET_ASIDE = {
-    "AWS_PROFILE": None,
-    "AWS_DEFAULT_PROFILE": None,
-    "AWS_ENDPOINT_URL": None,
-    "AWS_REGION": REGION,
-    "AWS_DEFAULT_REGION": REGION,
-    "AWS_CONFIG_FILE": os.devnull,
-    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+UNSET = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_ENDPOINT_URL"]
+SET = {
+    **dict.fromkeys(("AWS_REGION", "AWS_DEFAULT_REGION"), REGION),
+    **dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull),
     "SAGEMAKER_ADMIN_CONFIG_OVERRIDE": os.devnull,
     "SAGEMAKER_USER_CONFIG_OVERRIDE": os.devnull,
 }
@@ -22,19 +18,13 @@ SET_ASIDE = {
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
     """Within the context, change the environment so that boto3 and the SDK find only the mock."""
-    endpoints = {name: None for name in os.environ if name.startswith("AWS_ENDPOINT_URL_")}
-    ours = {**SET_ASIDE, **endpoints}
-    before = {name: os.environ.get(name) for name in ours}
-    _set(ours)
+    endpoints = [name for name in os.environ if name.startswith("AWS_ENDPOINT_URL_")]
+    names = [*UNSET, *SET, *endpoints]
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ.update(SET)
     try:
         yield
     finally:
-        _set(before)
-
-
-def _set(variables: dict[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
+        for name in names:
             os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        os.environ.update(before)

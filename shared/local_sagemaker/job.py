@@ -1,6 +1,6 @@
 """One training job, from its start to its end, as DescribeTrainingJob and CloudWatch show it."""
 
-import io
+import contextlib
 import json
 import math
 import os
@@ -20,14 +20,15 @@ from urllib.parse import urlparse
 
 import boto3
 from botocore.exceptions import ClientError
+from moto.logs.models import logs_backends
 
 from . import cluster, supervisor
+from .refusals import DEFAULT_MAX_RUNTIME
 
 LOG_GROUP = METRIC_NAMESPACE = "/aws/sagemaker/TrainingJobs"  # AWS uses one name for both
 SYNC_CHECKPOINTS_SECONDS = 2.0
 LONGEST_REASON = 1024
 MOST_READ = 4 << 20  # bytes of events read at once: a host may print faster than we forward
-DEFAULT_MAX_RUNTIME_SECONDS = 86_400  # API reference of StoppingCondition
 STATUS_MESSAGES = {
     "Starting": "Preparing the instances for training",
     "Downloading": "Downloading input data",
@@ -45,24 +46,18 @@ class JobFailed(Exception):
 
 
 class Job(threading.Thread):
-    """Run one job in the background, and keep `record`, moto's training job, up to date.
+    """Run one job in the background, and keep `record`, which DescribeTrainingJob returns.
 
-    DescribeTrainingJob returns `record`; `request` is the CreateTrainingJob request; `python` (the
-    interpreter's folder) and `container` replace the image: see `session.start`.
+    `python` (the interpreter's folder) and `container` replace the image: see `session.start`.
     """
 
     def __init__(
-        self,
-        record,
-        request: dict,
-        region: str,
-        scale_vcpus: int,
-        python: Path,
-        container: list,
+        self, record, request: dict, region: str, vcpus: int, python: Path, container: list
     ):
         self.job_name = request["TrainingJobName"]
         super().__init__(name=f"local-sagemaker-{self.job_name}", daemon=True)
         self.record, self.request, self.region = record, request, region
+        self.output = request["OutputDataConfig"]["S3OutputPath"].rstrip("/")
         self.python, self.container = python, container
         definitions = request["AlgorithmSpecification"].get("MetricDefinitions") or []
         self.metrics = [(d["Name"], re.compile(d["Regex"])) for d in definitions]
@@ -80,14 +75,21 @@ class Job(threading.Thread):
         self.stop_asked = self.abandoned = self.planned = False
         # Created in the user's thread: boto3's default session is not thread-safe.
         self.s3 = boto3.client("s3", region_name=region)
-        self.logs = boto3.client("logs", region_name=region)
+        # Not a client, which takes longer for a line than a host takes to print it.
+        self.logs = logs_backends[record.arn.split(":")[4]][region]
         self.cloudwatch = boto3.client("cloudwatch", region_name=region)
         self.synced: dict[tuple[str, str], tuple] = {}
 
         self.number, self.lock = cluster.lock_job_number()
         self.folder = Path(tempfile.mkdtemp(prefix="local-sagemaker-"))
         groups = cluster.instance_groups(request["ResourceConfig"])
-        self.hosts = cluster.plan_hosts(groups, scale_vcpus, self.number, self.folder)
+        self.hosts = cluster.plan_hosts(groups, vcpus, self.number, self.folder)
+        # What each host is told, with the host's own paths if there is no container.
+        self.told = {
+            host.name: request if container else cluster.with_own_paths(request, host)
+            for host in self.hosts
+        }
+        (self.folder / "events.jsonl").touch()
         # From here on, the supervisor removes the folder when this process ends, even in a crash.
         self.supervisor = subprocess.Popen(
             [sys.executable, supervisor.__file__],
@@ -97,8 +99,6 @@ class Job(threading.Thread):
             start_new_session=True,  # Ctrl-C in the kernel's terminal must not reach the job
         )
         self.tell_supervisor(str(self.folder))
-
-    # ---- called by the user's thread
 
     def stop(self) -> bool:
         """Stop the job, as StopTrainingJob does; return False if it has already ended."""
@@ -119,13 +119,8 @@ class Job(threading.Thread):
 
     def tell_supervisor(self, line: str) -> None:
         """Send a line to the supervisor; if the supervisor has ended, `_follow` notices it."""
-        with self.guard:
-            try:
-                self.supervisor.stdin.write(line.encode() + b"\n")
-            except (BrokenPipeError, ValueError):
-                return
-
-    # ---- what DescribeTrainingJob returns
+        with self.guard, contextlib.suppress(BrokenPipeError, ValueError):
+            self.supervisor.stdin.write(line.encode() + b"\n")
 
     def enter(self, status: str, message: str = "") -> None:
         """Move the job to a secondary status."""
@@ -147,8 +142,6 @@ class Job(threading.Thread):
             self.enter(secondary, reason[:LONGEST_REASON])
             record.secondary_status_transitions[-1]["EndTime"] = end
             record.training_job_status = status
-
-    # ---- the job itself
 
     def run(self) -> None:
         """Download, train and upload; any error ends the job with a failure reason."""
@@ -178,10 +171,9 @@ class Job(threading.Thread):
         """Run the job; return the status and the secondary status that it ends with."""
         self.enter("Downloading")
         for host in self.hosts:
-            cluster.write_configuration(host, self.hosts, self.request, self.python)
+            cluster.write_configuration(host, self.hosts, self.told[host.name], self.python)
         try:
-            bucket = urlparse(self.request["OutputDataConfig"]["S3OutputPath"]).netloc
-            self.s3.head_bucket(Bucket=bucket)
+            self.s3.head_bucket(Bucket=urlparse(self.output).netloc)
             self._download()
         except (ClientError, FileNotFoundError) as error:
             raise JobFailed(f"ClientError: Data download failed: {error}") from error
@@ -193,10 +185,12 @@ class Job(threading.Thread):
             self.planned = True
         end = self._follow()
         self._sync_checkpoints()
-        if end["end"] == "failed":
-            raise JobFailed(self._failure_reason(end))
         self.enter("Uploading")
-        self._upload()
+        try:
+            self._upload()  # as on AWS, a failed job does so too
+        finally:
+            if end["end"] == "failed":
+                raise JobFailed(self._failure_reason(end))
         if end["end"] == "max_runtime_exceeded":
             return "Stopped", "MaxRuntimeExceeded"
         # A job that ends by itself while it is being stopped counts as stopped.
@@ -204,13 +198,9 @@ class Job(threading.Thread):
 
     def _plan(self) -> dict:
         """Return the plan that the supervisor runs."""
-        specification = self.request["AlgorithmSpecification"]
-        arguments = specification.get("ContainerArguments") or []
-        command = specification["ContainerEntrypoint"] + arguments
         condition = self.request.get("StoppingCondition") or {}
-        limit = condition.get("MaxRuntimeInSeconds", DEFAULT_MAX_RUNTIME_SECONDS)
         return {
-            "max_runtime_seconds": limit,
+            "max_runtime_seconds": condition.get("MaxRuntimeInSeconds", DEFAULT_MAX_RUNTIME),
             "supervisor_cores": sorted(os.sched_getaffinity(0)),
             "hosts": [
                 {
@@ -219,33 +209,26 @@ class Job(threading.Thread):
                     "tree": str(host.tree),
                     "cores": host.cores,
                     "vcpus": cluster.vcpus(host.instance_type),
-                    "command": [*self.container, *(self._own(text, host) for text in command)],
-                    "environment": cluster.host_environment(
-                        host,
-                        self.hosts,
-                        self.request,
-                        self.number,
-                        self.record.arn,
-                        self.region,
-                    ),
+                    "command": [*self.container, *cluster.command(self.told[host.name])],
+                    "environment": {
+                        "AWS_REGION": self.region,
+                        "TRAINING_JOB_ARN": self.record.arn,
+                        **cluster.environment(host, self.hosts, self.told[host.name], self.number),
+                    },
                 }
                 for host in self.hosts
             ],
         }
-
-    def _own(self, text: str, host: cluster.Host) -> str:
-        """Adapt `text` to this host, whose /opt/ml is elsewhere if there is no container."""
-        return text if self.container else cluster.rewrite(text, host)
 
     def _download(self) -> None:
         for host in self.hosts:
             for channel in cluster.channels_of(host, self.request):
                 target = host.opt_ml / "input" / "data" / channel["ChannelName"]
                 self._copy_from_s3(channel["DataSource"]["S3DataSource"]["S3Uri"], target)
-                if channel["ChannelName"] == "sm_drivers":
+                if channel["ChannelName"] == "sm_drivers" and not self.container:
                     for path in filter(Path.is_file, target.rglob("*")):
                         if b"\0" not in path.read_bytes():  # skip binary files
-                            path.write_text(self._own(path.read_text(), host))
+                            path.write_text(cluster.own_paths(path.read_text(), host, "/opt/ml"))
             if checkpoints := self.request.get("CheckpointConfig"):
                 target = self._checkpoint_folder(host)
                 target.mkdir(parents=True, exist_ok=True)
@@ -274,12 +257,16 @@ class Job(threading.Thread):
         started, streams = int(time.time()), {}
         for host in self.hosts:
             streams[host.name] = name = f"{self.job_name}/{host.name}-{started}"
-            self.logs.create_log_stream(logGroupName=LOG_GROUP, logStreamName=name)
+            self.logs.create_log_stream(LOG_GROUP, name)
         next_sync = time.monotonic() + SYNC_CHECKPOINTS_SECONDS
         for batch in self._event_batches():
             for host in self.hosts:
-                lines = [e for e in batch if e.get("host") == host.name and "log" in e]
-                self._put_logs(streams[host.name], lines)
+                lines = [
+                    {"timestamp": int(event["time"] * 1000), "message": event["log"] or " "}
+                    for event in batch
+                    if event.get("host") == host.name and "log" in event
+                ]
+                self.logs.put_log_events(LOG_GROUP, streams[host.name], lines)
             self._put_metrics(batch)
             if batch and "end" in batch[-1]:
                 return batch[-1]
@@ -291,64 +278,47 @@ class Job(threading.Thread):
 
     def _event_batches(self) -> Iterator[list[dict]]:
         """Yield the supervisor's new events a few times a second, until it ends."""
-        path, unread = self.folder / "events.jsonl", b""
-        while not path.exists() and self.supervisor.poll() is None:
-            time.sleep(0.02)
-        alive = path.exists()
-        with open(path if alive else os.devnull, "rb") as file:
+        alive, unread = True, b""
+        with open(self.folder / "events.jsonl", "rb") as file:
             while alive:
                 alive = self.supervisor.poll() is None
                 data = file.read(MOST_READ)
                 *lines, unread = (unread + data).split(b"\n")
-                yield [json.loads(line) for line in lines]
+                yield json.loads(b"[%b]" % b",".join(lines))
                 if len(data) < MOST_READ:
                     time.sleep(0.2)
 
-    def _put_logs(self, name: str, events: list[dict]) -> None:
-        for start in range(0, len(events), 1000):  # AWS accepts 10,000 events or 1 MB a call
-            messages = [
-                {"timestamp": int(e["time"] * 1000), "message": e["log"] or " "}
-                for e in events[start : start + 1000]
-            ]
-            stream = {"logGroupName": LOG_GROUP, "logStreamName": name}
-            self.logs.put_log_events(**stream, logEvents=messages)
-
     def _put_metrics(self, events: list[dict]) -> None:
+        data, final = [], {m["MetricName"]: m for m in self.record.final_metric_data_list}
         for event in events:
             if "cpu_utilization" in event:
                 host = {"Name": "Host", "Value": f"{self.job_name}/{event['host']}"}
                 # As in CloudWatch, a value's timestamp is the start of its period.
-                self._put_metric("CPUUtilization", host, event["since"], event["cpu_utilization"])
+                value, since = event["cpu_utilization"], event["since"]
+                data.append({**_metric("CPUUtilization", value, since), "Dimensions": [host]})
             for name, regex in self.metrics:
                 match = regex.search(event.get("log", ""))
-                value = _number(match.group(1)) if match else None
-                if value is not None:
+                if match and math.isfinite(value := _number(match.group(1))):
+                    final[name] = _metric(name, value, event["time"])
                     job = {"Name": "TrainingJobName", "Value": self.job_name}
-                    self._put_metric(name, job, event["time"], value)
-                    final = {m["MetricName"]: m for m in self.record.final_metric_data_list}
-                    when = datetime.fromtimestamp(event["time"], timezone.utc)
-                    final[name] = {"MetricName": name, "Value": value, "Timestamp": when}
-                    self.record.final_metric_data_list = list(final.values())
-
-    def _put_metric(self, name: str, dimension: dict, seconds: float, value: float) -> None:
-        when = datetime.fromtimestamp(seconds, timezone.utc)
-        data = {"MetricName": name, "Dimensions": [dimension], "Timestamp": when, "Value": value}
-        self.cloudwatch.put_metric_data(Namespace=METRIC_NAMESPACE, MetricData=[data])
+                    data.append({**final[name], "Dimensions": [job]})
+        self.record.final_metric_data_list = list(final.values())
+        if data:
+            self.cloudwatch.put_metric_data(Namespace=METRIC_NAMESPACE, MetricData=data)
 
     def _failure_reason(self, end: dict) -> str:
         # AWS does not document which host's file counts. Here it is that of the host that failed
         # first, or another host's if the first one has none.
-        texts = []
-        for host in sorted(self.hosts, key=lambda host: host.name != end["failed_host"]):
-            failure = host.opt_ml / "output" / "failure"
-            texts.append(failure.read_text(errors="replace").strip() if failure.exists() else "")
+        hosts = sorted(self.hosts, key=lambda host: host.name != end["failed_host"])
+        files = [host.opt_ml / "output" / "failure" for host in hosts]
+        texts = [path.read_text(errors="replace").strip() for path in files if path.exists()]
         text = next(filter(None, texts), "")
         return f"AlgorithmError: {text}, exit code: {end['exit_code']}"
 
     def _checkpoint_folder(self, host: cluster.Host) -> Path:
         """Return the host's folder for checkpoints: LocalPath, by default /opt/ml/checkpoints."""
         path = self.request["CheckpointConfig"].get("LocalPath", "/opt/ml/checkpoints")
-        return Path(cluster.rewrite(path, host))
+        return host.tree / path.lstrip("/")
 
     def _sync_checkpoints(self) -> None:
         """Copy new and changed checkpoint files of every host to S3."""
@@ -370,31 +340,40 @@ class Job(threading.Thread):
                 self.synced[host.name, name] = state
 
     def _upload(self) -> None:
-        """Upload model.tar.gz and output.tar.gz to where AWS puts them.
+        """Upload the model and /opt/ml/output/data to where AWS puts them, compressed or not.
 
-        output.tar.gz has /opt/ml/output/data's files (source: the SDK's ModelTrainer.output_data).
+        Source of output.tar.gz: the SDK's ModelTrainer.output_data. AWS does not document where
+        output/data is if it is not compressed.
         """
-        output = self.request["OutputDataConfig"]["S3OutputPath"].rstrip("/")
+        compressed = self.request["OutputDataConfig"].get("CompressionType") != "NONE"
         for folder, archive_name in (("model", "model.tar.gz"), ("output/data", "output.tar.gz")):
-            files = {}
+            uri = urlparse(f"{self.output}/{self.job_name}/output/")
+            bucket, prefix, files = uri.netloc, uri.path.lstrip("/"), {}
             for host in self.hosts:
                 root = host.opt_ml / folder
                 for path in filter(Path.is_file, root.rglob("*")):
                     files.setdefault(str(path.relative_to(root)), path)
-            archive = io.BytesIO()
-            with tarfile.open(fileobj=archive, mode="w:gz") as tar:
-                for name, path in sorted(files.items()):
-                    tar.add(path, name)
-            uri = urlparse(f"{output}/{self.job_name}/output/{archive_name}")
-            self.s3.put_object(Bucket=uri.netloc, Key=uri.path.lstrip("/"), Body=archive.getvalue())
-        model_uri = f"{output}/{self.job_name}/output/model.tar.gz"
-        self.record.model_artifacts = {"S3ModelArtifacts": model_uri}
+            if compressed:
+                archive = self.folder / archive_name
+                with tarfile.open(archive, mode="w:gz") as tar:
+                    for name, path in sorted(files.items()):
+                        tar.add(path, name)
+                files = {archive_name: archive}
+            folder = "" if compressed else Path(folder).name + "/"
+            for name, path in files.items():
+                self.s3.upload_file(str(path), bucket, prefix + folder + name)
+        model = f"{self.output}/{self.job_name}/output/model" + (".tar.gz" if compressed else "/")
+        self.record.model_artifacts = {"S3ModelArtifacts": model}
 
 
-def _number(text: str) -> float | None:
-    """Convert what a metric's regular expression found; return None if it is not finite."""
+def _metric(name: str, value: float, seconds: float) -> dict:
+    when = datetime.fromtimestamp(seconds, timezone.utc)
+    return {"MetricName": name, "Value": value, "Timestamp": when}
+
+
+def _number(text: str) -> float:
+    """Convert what a metric's regular expression found; it may be no number."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+        return math.nan

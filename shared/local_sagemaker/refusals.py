@@ -1,15 +1,16 @@
-"""Refuse requests that SageMaker refuses before anything starts, or that this machine cannot run.
+"""Refuse what AWS refuses although its model allows it, in AWS's words if a public source has them.
 
-The messages of the first kind use AWS's words if a public source has them.
+Where no other source is named, it is the API reference of the member, which botocore ships as well.
 """
 
-import re
+import itertools
+from collections.abc import Iterator
 
 from moto.sagemaker.exceptions import AWSValidationException, ResourceInUseException
 
-from . import cluster
+from . import cluster, parts
 
-MOST_INSTANCE_GROUPS = 5  # botocore's model of ResourceConfig.InstanceGroups says the same
+DEFAULT_MAX_RUNTIME, LONGEST_MAX_RUNTIME = 86_400, 28 * 86_400  # seconds
 
 
 def check(request: dict, arn_of_existing_job: str | None) -> None:
@@ -19,100 +20,67 @@ def check(request: dict, arn_of_existing_job: str | None) -> None:
             "Training job names must be unique within an AWS account and region, "
             f"and a training job with this name already exists ({arn_of_existing_job})"
         )
-    _check_groups(request["ResourceConfig"])
-    _check_channels(request)
-    _check_local_limits(request)
+    for why in itertools.chain(_settings(request), _channels(request), parts.refusals(request)):
+        raise AWSValidationException(why)
 
 
-def _check_groups(config: dict) -> None:
-    groups = config.get("InstanceGroups") or []
-    if groups and (config.get("InstanceType") or config.get("InstanceCount")):
-        raise AWSValidationException(
-            "InstanceType or InstanceCount cannot be specified with InstanceGroups"
-        )
-    if not groups and not (config.get("InstanceType") and config.get("InstanceCount")):
-        raise AWSValidationException(
-            "ResourceConfig needs InstanceType and InstanceCount, or InstanceGroups."
-        )
-    if len(groups) > MOST_INSTANCE_GROUPS:
-        raise AWSValidationException(
-            "1 validation error detected: Value at 'resourceConfig.instanceGroups' failed to "
-            "satisfy constraint: Member must have length less than or equal to "
-            f"{MOST_INSTANCE_GROUPS}"
-        )
-    names = [group["InstanceGroupName"] for group in groups]
-    if len(set(names)) < len(names):
-        raise AWSValidationException(f"Instance group names must be unique, but are {names}.")
-    if groups and config.get("KeepAlivePeriodInSeconds"):
-        raise AWSValidationException(
-            "KeepAlivePeriodInSeconds (warm pools) cannot be used with InstanceGroups."
-        )
-    for group in cluster.instance_groups(config):
-        try:
-            cluster.vcpus(group["InstanceType"])
-        except ValueError as error:
-            raise AWSValidationException(str(error)) from None
-
-
-def _check_channels(request: dict) -> None:
-    groups = request["ResourceConfig"].get("InstanceGroups") or []
-    group_names = [group["InstanceGroupName"] for group in groups]
-    assigned, unassigned = [], []
-    for channel in request.get("InputDataConfig") or []:
-        name, source = channel["ChannelName"], channel["DataSource"].get("S3DataSource")
-        if source is None:
-            raise AWSValidationException(
-                f"Channel {name!r} is not on S3; the local SageMaker reads only S3."
-            )
-        own_groups = source.get("InstanceGroupNames") or []
-        (assigned if own_groups else unassigned).append(name)
-        if unknown := [group for group in own_groups if group not in group_names]:
-            raise AWSValidationException(
-                f"Channel {name!r} is assigned to {unknown}, "
-                f"but the job's instance groups are {group_names}."
-            )
-    if assigned and unassigned:
-        raise AWSValidationException(
-            f"Some channels have assigned instance groups: [{', '.join(assigned)}] "
-            f"while others not: [{', '.join(unassigned)}]"
-        )
-
-
-def _check_local_limits(request: dict) -> None:
-    for name, value in (request.get("HyperParameters") or {}).items():
-        if "'" in value:
-            raise AWSValidationException(
-                f"Hyperparameter {name!r} has an apostrophe: AWS would accept it, but the SDK's "
-                "start-up script would break on it (export SM_HP_...='...'). Remove it."
-            )
+def _settings(request: dict) -> Iterator[str]:
     specification = request.get("AlgorithmSpecification") or {}
-    if not specification.get("ContainerEntrypoint"):
-        raise AWSValidationException(
-            "The local SageMaker runs no container image: give the job a ContainerEntrypoint, "
-            "as the SDK's ModelTrainer does when it has a source_code."
-        )
-    for definition in specification.get("MetricDefinitions") or []:
-        name, regex = definition["Name"], definition["Regex"]
-        try:
-            if re.compile(regex).groups < 1:
-                raise re.error("it has no group")
-        except re.error as error:
-            raise AWSValidationException(
-                f"Metric {name!r}: the regular expression {regex!r} cannot be used: {error}."
-            ) from None
-    for channel in request.get("InputDataConfig") or []:
-        name, source = channel["ChannelName"], channel["DataSource"]["S3DataSource"]
-        only = {
-            "its mode": (cluster.input_mode(channel, request), ["File", "FastFile"]),
-            "S3DataType": (source["S3DataType"], ["S3Prefix"]),
-            # AWS does not say which hosts share the data if there are instance groups.
-            "S3DataDistributionType": (source.get("S3DataDistributionType"), ["FullyReplicated"]),
-            "CompressionType": (channel.get("CompressionType"), ["None"]),
-            "RecordWrapperType": (channel.get("RecordWrapperType"), ["None"]),
-        }
-        for setting, (given, known) in only.items():
-            if given not in (None, *known):
-                raise AWSValidationException(
-                    f"Channel {name!r}: {setting} is {given}, which the local SageMaker does not "
-                    f"support, although AWS does: for a local run set {' or '.join(known)}."
-                )
+    if bool(specification.get("TrainingImage")) == bool(specification.get("AlgorithmName")):
+        yield "AlgorithmSpecification needs either a TrainingImage or an AlgorithmName."
+    if twice := _twice(tag["Key"] for tag in request.get("Tags") or []):
+        yield f"Tag keys must be unique, but {twice} are there twice."
+    condition, spot = (
+        request.get("StoppingCondition") or {},
+        request.get("EnableManagedSpotTraining"),
+    )
+    limit = condition.get("MaxRuntimeInSeconds", DEFAULT_MAX_RUNTIME)
+    wait = condition.get("MaxWaitTimeInSeconds", 0)
+    if limit > LONGEST_MAX_RUNTIME:
+        yield f"MaxRuntimeInSeconds is {limit}, but must be at most 28 days."
+    invalid = "Invalid MaxWaitTimeInSeconds. It "
+    if wait and not spot:  # github.com/Kenza-AI/sagify/issues/111 has this message
+        yield invalid + "is only supported when EnableManagedSpotTraining is set to true"
+    if spot and wait < limit:
+        yield invalid + "must be present and be greater than or equal to MaxRuntimeInSeconds"
+    config = request.get("ResourceConfig") or {}
+    groups, single = config.get("InstanceGroups"), {"InstanceType", "InstanceCount"} & {*config}
+    if groups and single:
+        yield "InstanceType or InstanceCount cannot be specified with InstanceGroups"
+    if not groups and len(single) < 2:
+        yield "ResourceConfig needs InstanceType and InstanceCount, or InstanceGroups."
+    if twice := _twice(group["InstanceGroupName"] for group in groups or []):
+        yield f"Instance group names must be unique, but {twice} are there twice."
+    if groups and config.get("KeepAlivePeriodInSeconds"):
+        # docs.aws.amazon.com/sagemaker/latest/dg/train-warm-pools.html
+        yield "KeepAlivePeriodInSeconds (warm pools) cannot be used with InstanceGroups."
+    for group in cluster.instance_groups(config):
+        name, kind = group["InstanceGroupName"], group["InstanceType"]
+        if group["InstanceCount"] < 1:
+            yield f"The instance count of {name} must be at least 1."
+        if cluster.has_own_disk(kind) and config.get("VolumeKmsKeyId"):
+            yield f"VolumeKmsKeyId cannot be used with {kind}, which has local storage."
+        if not cluster.has_own_disk(kind) and not config.get("VolumeSizeInGB"):
+            yield f"VolumeSizeInGB is needed for {kind}, which has no local storage."
+
+
+def _channels(request: dict) -> Iterator[str]:
+    channels = request.get("InputDataConfig") or []
+    groups = [g["InstanceGroupName"] for g in request["ResourceConfig"].get("InstanceGroups") or []]
+    if twice := _twice(channel["ChannelName"] for channel in channels):
+        yield f"Channel names must be unique, but {twice} are there twice."
+    sources = [(c["ChannelName"], c["DataSource"].get("S3DataSource") or {}) for c in channels]
+    own = {name: source.get("InstanceGroupNames") or [] for name, source in sources}
+    for name, assigned in own.items():
+        if unknown := [group for group in assigned if group not in groups]:
+            yield f"Channel {name!r} is assigned to {unknown}, but the groups are {groups}."
+    if any(own.values()) and not all(own.values()):
+        some = ", ".join(name for name, assigned in own.items() if assigned)
+        others = ", ".join(name for name, assigned in own.items() if not assigned)
+        yield f"Some channels have assigned instance groups: [{some}] while others not: [{others}]"
+
+
+def _twice(names: Iterator[str]) -> list[str]:
+    """Return the names that occur more than once."""
+    names = list(names)
+    return sorted({name for name in names if names.count(name) > 1})

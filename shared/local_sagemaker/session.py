@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from unittest import mock
 
 import boto3
@@ -15,13 +14,15 @@ import botocore.client
 import botocore.session
 import moto
 from moto.core.botocore_stubber import BotocoreStubber
+from moto.core.exceptions import ServiceException
 from moto.core.models import botocore_stubber
 from moto.core.responses import ActionResult
+from moto.core.utils import get_service_model
 from moto.iam.responses import IamResponse
 from moto.sagemaker.exceptions import ValidationError
 from moto.sagemaker.responses import SageMakerResponse
 
-from . import cluster, refusals
+from . import cluster, model, parts, refusals
 from .isolation import set_aside
 from .job import LOG_GROUP, Job
 
@@ -35,19 +36,11 @@ _active: "LocalSageMaker | None" = None
 
 
 class LocalSageMaker:
-    """The session that `start()` returns.
+    """The session that `start()` returns; `role` is the ARN of an execution role."""
 
-    `role` is the ARN of an execution role; `stop()` ends the session.
-    """
-
-    def __init__(
-        self,
-        largest_cluster: dict[str, int] | None,
-        images: Mapping[str, str | Path] = MappingProxyType({}),
-        container: Sequence[str] = (),
-    ):
+    def __init__(self, largest_cluster: dict[str, int] | None, images=None, container=()):
         self.scale_vcpus = _vcpus_of(largest_cluster)
-        self.images, self.container = dict(images), list(container)
+        self.images, self.container = dict(images or {}), list(container)
         self.jobs: dict[str, Job] = {}
         self.started_again = 0
         self.role = ""
@@ -63,10 +56,7 @@ class LocalSageMaker:
             self.stop()
 
     def cores(self, instance_type: str) -> int:
-        """Return how many of this machine's cores stand for an instance's vCPUs.
-
-        Raises ValueError if the largest cluster is not known yet, or if the type is unknown.
-        """
+        """Return how many of this machine's cores stand for an instance; ValueError if unknown."""
         if not self.scale_vcpus:
             raise ValueError("Name the largest cluster first: local_sagemaker.start({type: count})")
         return cluster.share_of_cores(instance_type, self.scale_vcpus)
@@ -87,10 +77,13 @@ class LocalSageMaker:
             session.unregister("before-send", botocore_stubber)  # otherwise it answers twice
             session.register("before-send", botocore_stubber)
         self._undo.enter_context(moto.mock_aws())
-        create = SageMakerResponse.create_training_job
+        create, listed = SageMakerResponse.create_training_job, SageMakerResponse.list_training_jobs
+        answer = SageMakerResponse.call_action
         for owner, name, method in (
             (SageMakerResponse, "create_training_job", lambda r: self._create(r, create)),
             (SageMakerResponse, "stop_training_job", lambda r: self._stop(r)),
+            (SageMakerResponse, "list_training_jobs", lambda r: list_jobs(r, listed)),
+            (SageMakerResponse, "call_action", lambda r: answer_if_valid(r, answer)),
             (IamResponse, "simulate_principal_policy", allow_everything),
         ):
             self._undo.enter_context(mock.patch.object(owner, name, method, create=True))
@@ -115,26 +108,19 @@ class LocalSageMaker:
         try:
             image = request["AlgorithmSpecification"].get("TrainingImage")
             python = Path(self.images[image], "bin") if image in self.images else OWN_PYTHON
-            job = Job(
-                backend.training_jobs[name],
-                request,
-                response.region,
-                self.scale_vcpus,
-                python,
-                self.container,
-            )
+            record, vcpus = backend.training_jobs[name], self.scale_vcpus
+            job = Job(record, request, response.region, vcpus, python, self.container)
         except BaseException:
             del backend.training_jobs[name]  # moto has recorded it as Completed
             raise
         print(cluster.describe_plan(name, job.hosts))
-        channels = request.get("InputDataConfig") or []
-        fast = [c["ChannelName"] for c in channels if cluster.input_mode(c, request) == "FastFile"]
-        if fast:
-            print(
-                f"FastFile channels ({', '.join(fast)}): here, files are downloaded before the job "
-                "starts, as in File mode. On AWS, they are read from S3 when they are used, and "
-                "are read-only."
-            )
+        default = request["AlgorithmSpecification"]["TrainingInputMode"]
+        for channel in request.get("InputDataConfig") or []:
+            if channel.get("InputMode", default) == "FastFile":
+                print(
+                    f"FastFile channel {channel['ChannelName']}: here, its files are downloaded "
+                    "before the job starts. AWS reads them from S3 when they are used, read-only."
+                )
         self.jobs[name] = job
         job.start()
         return result
@@ -143,18 +129,16 @@ class LocalSageMaker:
         name = json.loads(response.body)["TrainingJobName"]
         if name not in self.jobs:
             raise ValidationError(f"Requested resource not found: no training job {name!r}.")
-        job = self.jobs[name]
-        if not job.stop():
-            raise ValidationError(
-                "The request was rejected because the training job is in status "
-                f"{job.record.training_job_status}."
-            )
+        if not self.jobs[name].stop():
+            status = self.jobs[name].record.training_job_status
+            why = f"The request was rejected because the training job is in status {status}."
+            raise ValidationError(why)
         return ActionResult({})
 
 
 def start(
     largest_cluster: dict[str, int] | None = None,
-    images: Mapping[str, str | Path] = MappingProxyType({}),
+    images: Mapping[str, str | Path] | None = None,
     container: Sequence[str] = (),
 ) -> LocalSageMaker:
     """Replace AWS with this machine in this process, until `stop()` or the end of the process.
@@ -164,52 +148,44 @@ def start(
     Args:
         largest_cluster: The largest cluster that will run, as counts of instances by type, such as
             {"ml.c5.9xlarge": 1, "ml.g5.2xlarge": 1}. It determines how many cores an instance gets,
-            so that jobs of different sizes can be compared. By default, the first job gets the
-            whole machine.
+            so that jobs of different sizes can be compared. Default: the first job's cluster.
         images: The folder of the Python environment that replaces a training image, by the image's
-            URI. By default, this process's own environment.
-        container: A command that runs another command, given as its arguments, as a container
-            does, with its own /opt/ml; tests/containers/container.py is one. By default, hosts are
-            ordinary processes.
+            URI. Default: this process's own environment.
+        container: A command that runs the command that follows it in a container with its own
+            /opt/ml; tests/containers/container.py is one. Default: hosts are ordinary processes.
 
     Raises:
-        RuntimeError: AWS clients already exist (they would still reach AWS), jobs have run with
-            another largest cluster, the path of the temporary folder is too long, or the system
-            is not Linux.
+        RuntimeError: AWS clients already exist, jobs have run with another largest cluster, the
+            path of the temporary folder is too long, or the system is not Linux.
         ValueError: an instance type is unknown, or an image's environment has no Python.
     """
     global _active
-    for image, environment in images.items():
+    for image, environment in (images or {}).items():
         if not Path(environment, "bin", "python").exists():
             raise ValueError(f"The environment for {image}, {environment}, has no bin/python.")
     if _active is not None:
         scale_vcpus = _vcpus_of(largest_cluster) or _active.scale_vcpus
         if _active.jobs and scale_vcpus != _active.scale_vcpus:
             raise RuntimeError(
-                "Jobs have already run with another largest cluster, so later jobs could not be "
-                "compared with them. Restart the kernel to change the largest cluster."
+                "Jobs have already run with another largest cluster, so later ones could not be "
+                "compared with them: restart the kernel to change it."
             )
         _active.scale_vcpus = scale_vcpus
         _active.started_again += 1
         return _active
     if not sys.platform.startswith("linux"):
-        raise RuntimeError(
-            "The local SageMaker needs Linux (127.x addresses, CPU affinity): "
-            "use Linux, WSL, or a container."
-        )
+        raise RuntimeError("The local SageMaker needs Linux: use Linux, WSL, or a container.")
     if len(folder := tempfile.gettempdir()) > LONGEST_TMPDIR:
         raise RuntimeError(
             f"The path of the temporary folder, {folder}, is too long for the sockets that hosts "
-            f"create below it: set TMPDIR to a path of at most {LONGEST_TMPDIR} characters, such "
-            "as /tmp."
+            f"create in it: set TMPDIR to a path of at most {LONGEST_TMPDIR} characters."
         )
     guarded = BotocoreStubber.__call__ is _answer_or_refuse  # an earlier session set this
     clients = [] if guarded else _instances(botocore.client.BaseClient)
     if clients:
         raise RuntimeError(
             f"This process already has AWS clients ({clients[0].meta.service_model.service_name}, "
-            "...), which would still reach AWS. Restart the kernel, and call "
-            "local_sagemaker.start() first."
+            "...), which would still reach AWS: restart the kernel and call start() first."
         )
     session = LocalSageMaker(largest_cluster, images, container)
     try:
@@ -248,6 +224,32 @@ def _answer_or_refuse(stubber: BotocoreStubber, event_name: str, request, **kwar
     return answer
 
 
+def answer_if_valid(response: SageMakerResponse, answer: Callable) -> tuple:
+    """Let moto answer a request unless AWS, or this machine, would refuse it."""
+    name, request = response._get_action(), json.loads(response.body)
+    try:
+        if name not in parts.OPERATIONS:
+            known = ", ".join(parts.OPERATIONS)
+            raise ValidationError(f"The local SageMaker does not do {name}. It does {known}.")
+        model.check(get_service_model("sagemaker").operation_model(name), request)
+    except ServiceException as error:
+        return response.serialized(ActionResult(error))
+    return answer(response)
+
+
+def list_jobs(response: SageMakerResponse, listed: Callable) -> ActionResult:
+    """Sort the jobs as the request asks: moto lists them as they are in its dictionary."""
+    request, backend = json.loads(response.body), response.sagemaker_backend
+    by = {"Name": "training_job_name", "Status": "training_job_status"}.get(request.get("SortBy"))
+    jobs = sorted(
+        backend.training_jobs.values(),
+        key=lambda job: getattr(job, by or "creation_time"),
+        reverse=request.get("SortOrder") == "Descending",
+    )
+    backend.training_jobs = {job.training_job_name: job for job in jobs}
+    return listed(response)
+
+
 def allow_everything(response: IamResponse) -> ActionResult:
     """Answer SimulatePrincipalPolicy, which the SDK calls to check a role."""
     actions = response._get_param("ActionNames")
@@ -257,16 +259,9 @@ def allow_everything(response: IamResponse) -> ActionResult:
 
 def create_role() -> str:
     """Create an execution role that SageMaker may assume; return its ARN."""
-    trust = {
-        "Version": "2012-10-17",
-        "Statement": [
-            {
-                "Effect": "Allow",
-                "Principal": {"Service": "sagemaker.amazonaws.com"},
-                "Action": "sts:AssumeRole",
-            }
-        ],
-    }
+    service = {"Service": "sagemaker.amazonaws.com"}
+    statement = {"Effect": "Allow", "Principal": service, "Action": "sts:AssumeRole"}
+    trust = {"Version": "2012-10-17", "Statement": [statement]}
     iam = boto3.client("iam")
     role = iam.create_role(RoleName=ROLE_NAME, AssumeRolePolicyDocument=json.dumps(trust))
     return role["Role"]["Arn"]

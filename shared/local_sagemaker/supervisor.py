@@ -6,8 +6,8 @@ plan (JSON), later `stop` for StopTrainingJob, and `quit` when the kernel has co
 files. On `quit`, at the end of the input, or when the kernel is gone, it kills every host and
 removes the folder.
 
-It writes events to `<folder>/events.jsonl`, one JSON object a line, and the kernel reads them from
-there. It uses a file because a busy kernel must not block a host that prints.
+It writes events to `<folder>/events.jsonl`, one JSON object a line, for the kernel to read: a busy
+kernel must not block a host that prints.
 
 It follows SageMaker's rules as they appear from inside a container:
 - Only PID 1 of a container gets SIGTERM, and Linux drops the signal if PID 1 has no handler for it.
@@ -17,11 +17,11 @@ It follows SageMaker's rules as they appear from inside a container:
 - 120 seconds after SIGTERM, hosts that still run get SIGKILL (API reference of StopTrainingJob).
 """
 
+import contextlib
 import ctypes
 import io
 import json
 import os
-import re
 import select
 import shutil
 import signal
@@ -30,6 +30,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -37,8 +38,7 @@ SECONDS_FROM_SIGTERM_TO_SIGKILL = 120
 CPU_SAMPLE_SECONDS = 1.0
 OTHERS = "other programs"  # the "host" that stands for the machine's other programs
 SECONDS_TO_DRAIN = 2.0
-LINE_END = re.compile(rb"\r?\n|\r")  # progress bars, such as tqdm's, print `\r` at each update
-LONGEST_LINE = 128 * 1024  # bytes; a longer line becomes several events
+LONGEST_LINE = 262_144 - 26  # bytes; a longer line becomes several events of CloudWatch
 COMMAND_NOT_FOUND = 127  # the exit status that shells and container runtimes use for this
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -67,27 +67,18 @@ class Kernel:
         self.pid = os.getppid()
         self.pipe = io.FileIO(0)  # unbuffered, so that `select` sees every line
 
-    def is_gone(self) -> bool:
-        """Whether the kernel has ended; a process that it forked may still keep the pipe open."""
-        return os.getppid() != self.pid
-
     def next_line(self) -> bytes:
         """Wait for a line and return it; return b"quit" if there will be none."""
-        while not self.is_gone():
+        # A process that the kernel forked may keep the pipe open after the kernel's end.
+        while os.getppid() == self.pid:
             if select.select([self.pipe], [], [], 0.2)[0]:
                 return self.pipe.readline().strip() or b"quit"
         return b"quit"
 
 
-class Events:
-    """The job's events, appended to a file that the kernel follows."""
-
-    def __init__(self, folder: Path):
-        self.file = open(folder / "events.jsonl", "a", buffering=1)  # noqa: SIM115 (stays open)
-
-    def write(self, **event) -> None:
-        """Add an event, with its time in seconds since 1970."""
-        self.file.write(json.dumps({"time": time.time(), **event}) + "\n")
+def write(file: TextIO, *events: dict) -> None:
+    """Add events, with the time in seconds since 1970, to the file that the kernel follows."""
+    file.write("".join(json.dumps({"time": time.time(), **event}) + "\n" for event in events))
 
 
 def start_host(plan: dict) -> RunningHost:
@@ -116,28 +107,27 @@ def start_host(plan: dict) -> RunningHost:
     return RunningHost(plan["name"], plan["base_dir"], plan["cores"], plan["vcpus"], process)
 
 
-def read_output(host: RunningHost, events: Events) -> None:
+def read_output(host: RunningHost, events: TextIO) -> None:
     """Write one event for each line that the host has printed; notice when its output ends."""
     data = os.read(host.process.stdout.fileno(), 1 << 16)
     host.output_open = bool(data)
-    *lines, host.unfinished_line = LINE_END.split(host.unfinished_line + data)
+    # Progress bars, such as tqdm's, print `\r` at each update.
+    first, *lines = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+    *lines, host.unfinished_line = [host.unfinished_line + first, *lines]
     if host.unfinished_line and (not data or len(host.unfinished_line) > LONGEST_LINE):
         lines.append(host.unfinished_line)
         host.unfinished_line = b""
-    for line in lines:
-        events.write(host=host.name, log=line.decode("utf-8", "replace"))
+    texts = [line.decode("utf-8", "replace") for line in lines]
+    write(events, *({"host": host.name, "log": text} for text in texts))
 
 
 def kill_container(base_dir: str) -> None:
     """SIGKILL every process whose environment names this host's /opt/ml, in any session."""
-    mark = f"SAGEMAKER_BASE_DIR={base_dir}"
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            environment = Path("/proc", pid, "environ").read_bytes().decode("utf-8", "replace")
-            if mark in environment.split("\0") and int(pid) != os.getpid():
-                os.kill(int(pid), signal.SIGKILL)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it has ended, or belongs to another user
+    for process in psutil.process_iter(["environ"]):
+        environment = process.info["environ"] or {}  # None: it belongs to another user
+        if environment.get("SAGEMAKER_BASE_DIR") == base_dir and process.pid != os.getpid():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+                process.kill()
 
 
 def kill_descendants() -> None:
@@ -157,7 +147,7 @@ def send_sigterm(host: RunningHost) -> None:
         host.process.send_signal(signal.SIGTERM)
 
 
-def sample_cpu(host: RunningHost, events: Events) -> None:
+def sample_cpu(host: RunningHost, events: TextIO) -> None:
     """Write the CPU use since the last sample, on CloudWatch's scale: 100 % for each vCPU."""
     seconds = 0.0
     try:
@@ -172,7 +162,8 @@ def sample_cpu(host: RunningHost, events: Events) -> None:
     share = (seconds - host.cpu_seconds) / (period * len(host.cores))
     percent = max(0.0, min(1.0, share)) * 100 * host.vcpus
     host.cpu_seconds, host.cpu_sampled_at = seconds, now
-    events.write(host=host.name, cpu_utilization=percent, since=time.time() - period)
+    since = time.time() - period
+    write(events, {"host": host.name, "cpu_utilization": percent, "since": since})
 
 
 class OtherPrograms:
@@ -190,20 +181,18 @@ class OtherPrograms:
         ours += sum(host.cpu_seconds for host in self.hosts)
         return time.time(), total - times.idle - times.iowait - ours, total
 
-    def sample(self, events: Events) -> None:
+    def sample(self, events: TextIO) -> None:
         """Write their CPU use since the last sample, where 100 % is the whole machine."""
         before, self.last = self.last, self.now()
         others, total = (self.last[i] - before[i] for i in (1, 2))
         if total:
-            events.write(host=OTHERS, cpu_utilization=100 * others / total, since=before[0])
+            percent = 100 * others / total
+            write(events, {"host": OTHERS, "cpu_utilization": percent, "since": before[0]})
 
 
 def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
-    """Run the job to its end, write the `end` event and return True; return False if told to quit.
-
-    It also returns False if the kernel is gone.
-    """
-    events = Events(folder)
+    """Run the job to its end, and return True; return False if the kernel says quit or is gone."""
+    events = open(folder / "events.jsonl", "a", buffering=1)  # noqa: SIM115 (stays open)
     deadline = time.monotonic() + plan["max_runtime_seconds"]
     kill_at, cause, first_failed = None, "completed", None
     hosts = []
@@ -211,8 +200,9 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
         try:
             hosts.append(start_host(host_plan))
         except OSError as error:
-            events.write(host=host_plan["name"], log=f"The entry point cannot be run: {error}")
-            events.write(end="failed", failed_host=host_plan["name"], exit_code=COMMAND_NOT_FOUND)
+            name, why = host_plan["name"], f"The entry point cannot be run: {error}"
+            end = {"end": "failed", "failed_host": name, "exit_code": COMMAND_NOT_FOUND}
+            write(events, {"host": name, "log": why}, end)
             return True
     os.sched_setaffinity(0, plan["supervisor_cores"])
     others = OtherPrograms(hosts, kernel)
@@ -228,7 +218,7 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
                 end_now = "stopped"
             else:
                 return False
-        if kernel.is_gone():
+        if os.getppid() != kernel.pid:
             return False
         for host in hosts:
             if host.exit_code is None and host.process.poll() is not None:
@@ -236,33 +226,27 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
                 host.exit_code = code if code >= 0 else 128 - code  # as containers report signals
                 host.drained_by = now + SECONDS_TO_DRAIN
                 kill_container(host.base_dir)
-                events.write(host=host.name, exit_code=host.exit_code)
                 if host.exit_code != 0 and kill_at is None:
                     end_now, first_failed = "failed", host
             if now > host.drained_by:
                 host.output_open = False  # a daemon holds it; kill_descendants kills that
+        running = [host for host in hosts if host.exit_code is None]
         if now >= deadline and kill_at is None:
             end_now = "max_runtime_exceeded"
         if end_now and kill_at is None:
             cause, kill_at = end_now, now + SECONDS_FROM_SIGTERM_TO_SIGKILL
-            for host in hosts:
-                if host.exit_code is None:
-                    send_sigterm(host)
+            for host in running:
+                send_sigterm(host)
         if kill_at is not None and now >= kill_at:
-            for host in hosts:
-                if host.exit_code is None:
-                    kill_container(host.base_dir)
+            for host in running:
+                kill_container(host.base_dir)
         if now >= next_sample:
             next_sample = now + CPU_SAMPLE_SECONDS
-            for host in hosts:
-                if host.exit_code is None:
-                    sample_cpu(host, events)
+            for host in running:
+                sample_cpu(host, events)
             others.sample(events)
-    events.write(
-        end=cause,
-        failed_host=first_failed.name if first_failed else None,
-        exit_code=first_failed.exit_code if first_failed else None,
-    )
+    name, code = (first_failed.name, first_failed.exit_code) if first_failed else (None, None)
+    write(events, {"end": cause, "failed_host": name, "exit_code": code})
     return True
 
 
