@@ -1,5 +1,6 @@
 """The cluster of one job: its hosts, their share of this machine, and each host's /opt/ml tree."""
 
+import collections
 import json
 import os
 import random
@@ -33,19 +34,19 @@ class Host:
         return self.tree / "opt" / "ml"
 
 
-def vcpus(instance_type: str) -> int:
-    """Return the vCPUs of an ml. instance type; raise ValueError if AWS does not have the type."""
+def facts(instance_type: str) -> dict:
+    """Return EC2's description of an ml. instance type; raise ValueError if there is none."""
     name = instance_type.removeprefix("ml.")
     if name not in INSTANCE_TYPES:
         raise ValueError(
             f"Unknown or retired instance type {instance_type!r}: is it spelled like ml.c5.xlarge?"
         )
-    return INSTANCE_TYPES[name]["VCpuInfo"]["DefaultVCpus"]
+    return INSTANCE_TYPES[name]
 
 
-def has_own_disk(instance_type: str) -> bool:
-    """Whether an instance of this type has local storage, so that it needs no EBS volume."""
-    return INSTANCE_TYPES[instance_type.removeprefix("ml.")]["InstanceStorageSupported"]
+def vcpus(instance_type: str) -> int:
+    """Return the vCPUs of an ml. instance type; raise ValueError if AWS does not have the type."""
+    return facts(instance_type)["VCpuInfo"]["DefaultVCpus"]
 
 
 def instance_groups(resource_config: dict) -> list[dict]:
@@ -141,15 +142,17 @@ def describe_plan(job_name: str, hosts: list[Host]) -> str:
     """Format the plan as a table for the notebook."""
     rows = [("host", "group", "instance type", "core numbers", "address")]
     for h in hosts:
-        facts = INSTANCE_TYPES[h.instance_type.removeprefix("ml.")]
-        has_gpu = "GpuInfo" in facts or "NeuronInfo" in facts
-        cores = ",".join(map(str, h.cores)) + " (also as GPU)" * has_gpu
+        has_gpu = {"GpuInfo", "NeuronInfo"} & {*facts(h.instance_type)}
+        cores = ",".join(map(str, h.cores)) + " (also as GPU)" * bool(has_gpu)
         rows.append((h.name, h.group, h.instance_type, cores, h.address))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{job_name} on this machine:"]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  " + "  ".join(cells).rstrip())
+    types = collections.Counter(host.instance_type for host in hosts)
+    needed = ", ".join(f"{count} {kind}" for kind, count in sorted(types.items()))
+    lines.append(f"On AWS, it needs quotas for training job usage: {needed}")
     return "\n".join(lines)
 
 

@@ -20,7 +20,12 @@ def check(request: dict, arn_of_existing_job: str | None) -> None:
             "Training job names must be unique within an AWS account and region, "
             f"and a training job with this name already exists ({arn_of_existing_job})"
         )
-    for why in itertools.chain(_settings(request), _channels(request), parts.refusals(request)):
+    whys = itertools.chain(_settings(request), _channels(request), parts.refusals(request))
+    try:
+        why = next(whys, None)
+    except ValueError as error:  # the model has instance types that EC2 has retired
+        why = str(error)
+    if why:
         raise AWSValidationException(why)
 
 
@@ -58,9 +63,10 @@ def _settings(request: dict) -> Iterator[str]:
         name, kind = group["InstanceGroupName"], group["InstanceType"]
         if group["InstanceCount"] < 1:
             yield f"The instance count of {name} must be at least 1."
-        if cluster.has_own_disk(kind) and config.get("VolumeKmsKeyId"):
+        has_own_disk = cluster.facts(kind)["InstanceStorageSupported"]
+        if has_own_disk and config.get("VolumeKmsKeyId"):
             yield f"VolumeKmsKeyId cannot be used with {kind}, which has local storage."
-        if not cluster.has_own_disk(kind) and not config.get("VolumeSizeInGB"):
+        if not has_own_disk and not config.get("VolumeSizeInGB"):
             yield f"VolumeSizeInGB is needed for {kind}, which has no local storage."
 
 

@@ -185,7 +185,8 @@ def start(
     if clients:
         raise RuntimeError(
             f"This process already has AWS clients ({clients[0].meta.service_model.service_name}, "
-            "...), which would still reach AWS: restart the kernel and call start() first."
+            "...), which would still reach AWS. Restart the kernel, and call "
+            "local_sagemaker.start() first."
         )
     session = LocalSageMaker(largest_cluster, images, container)
     try:
