@@ -20,6 +20,7 @@ from urllib.parse import urlparse
 
 import boto3
 from botocore.exceptions import ClientError
+from moto.core.utils import utcnow
 from moto.logs.models import logs_backends
 
 from . import cluster, supervisor
@@ -124,7 +125,7 @@ class Job(threading.Thread):
 
     def enter(self, status: str, message: str = "") -> None:
         """Move the job to a secondary status."""
-        now, transitions = datetime.now(timezone.utc), self.record.secondary_status_transitions
+        now, transitions = utcnow(), self.record.secondary_status_transitions
         if transitions:
             transitions[-1]["EndTime"] = now
         message = message or STATUS_MESSAGES[status]
@@ -135,7 +136,7 @@ class Job(threading.Thread):
         """End the job; set the status last, so that readers who see it find the rest complete."""
         record = self.record
         with self.guard:
-            record.training_end_time = end = datetime.now(timezone.utc)
+            record.training_end_time = end = utcnow()
             seconds = max(1, round((end - record.training_start_time).total_seconds()))
             record.training_time_in_seconds = record.billable_time_in_seconds = seconds
             record.failure_reason = reason[:LONGEST_REASON] or None
@@ -145,7 +146,7 @@ class Job(threading.Thread):
 
     def run(self) -> None:
         """Download, train and upload; any error ends the job with a failure reason."""
-        self.record.training_start_time = datetime.now(timezone.utc)
+        self.record.training_start_time = utcnow()
         try:
             self.finish(*self._run())
         except JobFailed as error:
