@@ -28,7 +28,7 @@ ELSEWHERE = re.findall(
     """
     ACCELERATE_USE_CPU get_train_dataloader keep_in_memory final_obs save_total_limit
     RemoteDebugConfig TrainingPlanArn enable_remote_debug with_remote_debug_config
-    volume_size_in_gb enable_network_isolation s3_data_source security_group_ids
+    volume_size_in_gb enable_network_isolation s3_data_source security_group_ids input_mode
     enable_inter_container_traffic_encryption encrypt_inter_container_traffic
     JOB_algo MyStream my_module
     """,
