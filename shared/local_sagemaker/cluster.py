@@ -1,6 +1,7 @@
 """The cluster of one job: its hosts, their share of this machine, and each host's /opt/ml tree."""
 
 import collections
+import contextlib
 import json
 import os
 import random
@@ -73,12 +74,12 @@ def lock_job_number() -> tuple[int, socket.socket]:
     """
     for number in range(JOBS_AT_ONCE):
         lock = socket.socket(socket.AF_UNIX)
-        try:
+        with contextlib.suppress(OSError):
             lock.bind(f"\0local-sagemaker-job-{number}")
-        except OSError:
-            lock.close()
-            continue
-        if _ports_are_free(number):
+            for port in range(base_port(number), base_port(number + 1)):
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("", port))
             return number, lock
         lock.close()
     raise RuntimeError(f"All {JOBS_AT_ONCE} port ranges for local jobs are taken: stop some jobs.")
@@ -87,17 +88,6 @@ def lock_job_number() -> tuple[int, socket.socket]:
 def base_port(number: int) -> int:
     """Return the first of the PORTS_PER_JOB ports of job `number`."""
     return FIRST_PORT + number * PORTS_PER_JOB
-
-
-def _ports_are_free(number: int) -> bool:
-    for port in range(base_port(number), base_port(number) + PORTS_PER_JOB):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
-                return False
-    return True
 
 
 def share_of_cores(instance_type: str, scale_vcpus: int) -> int:
@@ -146,10 +136,8 @@ def describe_plan(job_name: str, hosts: list[Host]) -> str:
         cores = ",".join(map(str, h.cores)) + " (also as GPU)" * bool(has_gpu)
         rows.append((h.name, h.group, h.instance_type, cores, h.address))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{job_name} on this machine:"]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  " + "  ".join(cells).rstrip())
+    table = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    lines = [f"{job_name} on this machine:", *("  " + "  ".join(row).rstrip() for row in table)]
     types = collections.Counter(host.instance_type for host in hosts)
     needed = ", ".join(f"{count} {kind}" for kind, count in sorted(types.items()))
     lines.append(f"On AWS, it needs quotas for training job usage: {needed}")
@@ -220,12 +208,6 @@ def with_own_paths(request: dict, host: Host) -> dict:
     checkpoints = (request.get("CheckpointConfig") or {}).get("LocalPath", "")
     folders = ["/opt/ml", *[checkpoints] * checkpoints.startswith("/")]
     return json.loads(own_paths(json.dumps(request), host, *folders))
-
-
-def command(request: dict) -> list[str]:
-    """Return the command that a host runs."""
-    specification = request["AlgorithmSpecification"]
-    return specification["ContainerEntrypoint"] + (specification.get("ContainerArguments") or [])
 
 
 def environment(host: Host, hosts: list[Host], request: dict, number: int) -> dict[str, str]:

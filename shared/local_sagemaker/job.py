@@ -176,7 +176,7 @@ class Job(threading.Thread):
         try:
             self.s3.head_bucket(Bucket=urlparse(self.output).netloc)
             self._download()
-        except (ClientError, FileNotFoundError) as error:
+        except ClientError as error:
             raise JobFailed(f"ClientError: Data download failed: {error}") from error
         with self.guard:
             if self.stop_asked:
@@ -200,6 +200,7 @@ class Job(threading.Thread):
     def _plan(self) -> dict:
         """Return the plan that the supervisor runs."""
         condition = self.request.get("StoppingCondition") or {}
+        told = {name: request["AlgorithmSpecification"] for name, request in self.told.items()}
         return {
             "max_runtime_seconds": condition.get("MaxRuntimeInSeconds", DEFAULT_MAX_RUNTIME),
             "supervisor_cores": sorted(os.sched_getaffinity(0)),
@@ -210,7 +211,11 @@ class Job(threading.Thread):
                     "tree": str(host.tree),
                     "cores": host.cores,
                     "vcpus": cluster.vcpus(host.instance_type),
-                    "command": [*self.container, *cluster.command(self.told[host.name])],
+                    "command": [
+                        *self.container,
+                        *told[host.name]["ContainerEntrypoint"],
+                        *told[host.name].get("ContainerArguments", []),
+                    ],
                     "environment": {
                         "AWS_REGION": self.region,
                         "TRAINING_JOB_ARN": self.record.arn,
@@ -233,25 +238,17 @@ class Job(threading.Thread):
             if checkpoints := self.request.get("CheckpointConfig"):
                 target = self._checkpoint_folder(host)
                 target.mkdir(parents=True, exist_ok=True)
-                self._copy_from_s3(checkpoints["S3Uri"], target, may_be_empty=True)
+                self._copy_from_s3(checkpoints["S3Uri"], target)
 
-    def _copy_from_s3(self, uri: str, target: Path, may_be_empty: bool = False) -> None:
+    def _copy_from_s3(self, uri: str, target: Path) -> None:
         """Copy all objects under the prefix `uri`, with the file names that SageMaker uses."""
         bucket, prefix = urlparse(uri).netloc, urlparse(uri).path.lstrip("/")
-        found = False
         pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        for item in (item for page in pages for item in page.get("Contents", [])):
-            name = item["Key"].removeprefix(prefix).lstrip("/") or Path(prefix).name
-            if item["Key"].endswith("/"):
-                continue
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            self.s3.download_file(bucket, item["Key"], str(target / name))
-            found = True
-        if not found and not may_be_empty:
-            raise FileNotFoundError(
-                f'No S3 objects found under S3 URL "{uri}" given in input data source. Please '
-                "ensure that the bucket exists and that objects exist under that S3 prefix."
-            )
+        for key in (item["Key"] for page in pages for item in page.get("Contents", [])):
+            path = target / (key.removeprefix(prefix).lstrip("/") or Path(prefix).name)
+            if not key.endswith("/"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.s3.download_file(bucket, key, str(path))
 
     def _follow(self) -> dict:
         """Forward the hosts' output and CPU use to CloudWatch; return the job's end event."""

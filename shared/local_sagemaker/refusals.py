@@ -3,9 +3,10 @@
 Where no other source is named, it is the API reference of the member, which botocore ships as well.
 """
 
-import itertools
 from collections.abc import Iterator
 
+import boto3
+from botocore.exceptions import ClientError
 from moto.sagemaker.exceptions import AWSValidationException, ResourceInUseException
 
 from . import cluster, parts
@@ -20,7 +21,8 @@ def check(request: dict, arn_of_existing_job: str | None) -> None:
             "Training job names must be unique within an AWS account and region, "
             f"and a training job with this name already exists ({arn_of_existing_job})"
         )
-    whys = itertools.chain(_settings(request), _channels(request), parts.refusals(request))
+    rules = _settings, _channels, parts.refusals, _objects
+    whys = (why for rule in rules for why in rule(request))
     try:
         why = next(whys, None)
     except ValueError as error:  # the model has instance types that EC2 has retired
@@ -84,6 +86,24 @@ def _channels(request: dict) -> Iterator[str]:
         some = ", ".join(name for name, assigned in own.items() if assigned)
         others = ", ".join(name for name, assigned in own.items() if not assigned)
         yield f"Some channels have assigned instance groups: [{some}] while others not: [{others}]"
+
+
+def _objects(request: dict) -> Iterator[str]:
+    s3, role = boto3.client("s3"), request["RoleArn"]
+    for channel in request.get("InputDataConfig") or []:
+        uri = channel["DataSource"]["S3DataSource"]["S3Uri"]
+        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        try:
+            found = s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1)["KeyCount"]
+        except ClientError:
+            found = 0
+        if not found:  # github.com/aws/amazon-sagemaker-examples/issues/2267 has this message
+            yield (
+                f'No S3 objects found under S3 URL "{uri}" given in input data source. Please '
+                f"ensure that the bucket exists in the selected region ({s3.meta.region_name}), "
+                f'that objects exist under that S3 prefix, and that the role "{role}" '
+                f'has "s3:ListBucket" permissions on bucket "{bucket}".'
+            )
 
 
 def _twice(names: Iterator[str]) -> list[str]:

@@ -35,7 +35,7 @@ LONGEST_TMPDIR = 107 - len(SOCKET)
 _active: "LocalSageMaker | None" = None
 
 
-class LocalSageMaker:
+class LocalSageMaker(contextlib.AbstractContextManager):
     """The session that `start()` returns; `role` is the ARN of an execution role."""
 
     def __init__(self, largest_cluster: dict[str, int] | None, images=None, container=()):
@@ -45,9 +45,6 @@ class LocalSageMaker:
         self.started_again = 0
         self.role = ""
         self._undo = contextlib.ExitStack()
-
-    def __enter__(self) -> "LocalSageMaker":
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self.started_again:

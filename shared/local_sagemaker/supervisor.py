@@ -166,28 +166,13 @@ def sample_cpu(host: RunningHost, events: TextIO) -> None:
     write(events, {"host": host.name, "cpu_utilization": percent, "since": since})
 
 
-class OtherPrograms:
-    """The CPU time that is neither the job's nor the kernel's, since the last sample."""
-
-    def __init__(self, hosts: list[RunningHost], kernel: Kernel):
-        self.hosts, self.own = hosts, [psutil.Process(kernel.pid), psutil.Process()]
-        self.last = self.now()
-
-    def now(self) -> tuple[float, float, float]:
-        """Return the time, and CPU seconds so far: of all others, and of all there is."""
-        times = psutil.cpu_times()  # of all cores; steal is the time that other VMs took
-        total = sum(times[:8])  # user, nice, system, idle, iowait, irq, softirq, steal
-        ours = sum(sum(process.cpu_times()[:2]) for process in self.own)
-        ours += sum(host.cpu_seconds for host in self.hosts)
-        return time.time(), total - times.idle - times.iowait - ours, total
-
-    def sample(self, events: TextIO) -> None:
-        """Write their CPU use since the last sample, where 100 % is the whole machine."""
-        before, self.last = self.last, self.now()
-        others, total = (self.last[i] - before[i] for i in (1, 2))
-        if total:
-            percent = 100 * others / total
-            write(events, {"host": OTHERS, "cpu_utilization": percent, "since": before[0]})
+def other_programs(hosts: list[RunningHost], own: list[psutil.Process]) -> tuple[float, ...]:
+    """Return the time, and the CPU seconds so far: of programs that are not ours, and of all."""
+    times = psutil.cpu_times()  # of all cores; steal is the time that other VMs took
+    total = sum(times[:8])  # user, nice, system, idle, iowait, irq, softirq, steal
+    ours = sum(sum(process.cpu_times()[:2]) for process in own)
+    ours += sum(host.cpu_seconds for host in hosts)
+    return time.time(), total - times.idle - times.iowait - ours, total
 
 
 def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
@@ -205,7 +190,8 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
             write(events, {"host": name, "log": why}, end)
             return True
     os.sched_setaffinity(0, plan["supervisor_cores"])
-    others = OtherPrograms(hosts, kernel)
+    own = [psutil.Process(kernel.pid), psutil.Process()]
+    last = other_programs(hosts, own)
     next_sample = time.monotonic() + CPU_SAMPLE_SECONDS
 
     while any(host.exit_code is None or host.output_open for host in hosts):
@@ -244,7 +230,10 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
             next_sample = now + CPU_SAMPLE_SECONDS
             for host in running:
                 sample_cpu(host, events)
-            others.sample(events)
+            before, last = last, other_programs(hosts, own)
+            if last[2] > before[2]:
+                percent = 100 * (last[1] - before[1]) / (last[2] - before[2])
+                write(events, {"host": OTHERS, "cpu_utilization": percent, "since": before[0]})
     name, code = (first_failed.name, first_failed.exit_code) if first_failed else (None, None)
     write(events, {"end": cause, "failed_host": name, "exit_code": code})
     return True

@@ -184,6 +184,10 @@ REFUSED = {
         {"CheckpointConfig": {"S3Uri": "s3://any/c", "LocalPath": "/opt/ml/../.."}},
         "give it a folder of its own",
     ),
+    "a channel without objects": (
+        {"InputDataConfig": [s3_channel("x", S3Uri="s3://no-such-bucket/x")]},
+        'No S3 objects found under S3 URL "s3://no-such-bucket/x" .* on bucket "no-such-bucket"',
+    ),
     "apostrophe": ({"HyperParameters": {"name": "it's"}}, "apostrophe"),
     "no regular expression": (metric("score=("), r"Metric 'm': the regular expression 'score=\('"),
     "a regular expression without a group": (metric("score"), "it has no group"),

@@ -198,36 +198,10 @@ def test_channels_go_to_their_groups(jobs: Jobs):
     ]
 
 
-def test_a_channel_without_objects_fails_the_job(jobs: Jobs):
-    from sagemaker.core.training.configs import InputData
-
-    boto3.client("s3").create_bucket(Bucket="empty-bucket")
-    data = InputData(channel_name="train", data_source="s3://empty-bucket/nothing")
-    job = jobs.run({"train.py": ""}, "exec python train.py", input_data_config=[data])
-    assert job["TrainingJobStatus"] == "Failed"
-    assert 'No S3 objects found under S3 URL "s3://empty-bucket/nothing"' in job["FailureReason"]
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [
         ({"OutputDataConfig": {"S3OutputPath": "s3://no-such-bucket/x"}}, "ClientError: .*404"),
-        (
-            {
-                "InputDataConfig": [
-                    {
-                        "ChannelName": "x",
-                        "DataSource": {
-                            "S3DataSource": {
-                                "S3DataType": "S3Prefix",
-                                "S3Uri": "s3://no-such-bucket/x",
-                            }
-                        },
-                    }
-                ]
-            },
-            "ClientError: Data download failed: .*NoSuchBucket",
-        ),
         (
             {
                 "AlgorithmSpecification": {
