@@ -40,7 +40,8 @@ def facts(instance_type: str) -> dict:
     name = instance_type.removeprefix("ml.")
     if name not in INSTANCE_TYPES:
         raise ValueError(
-            f"Unknown or retired instance type {instance_type!r}: is it spelled like ml.c5.xlarge?"
+            f"The local SageMaker does not know the instance type {instance_type!r}, which EC2 may "
+            "have retired: is it spelled like ml.c5.xlarge?"
         )
     return INSTANCE_TYPES[name]
 
@@ -205,7 +206,7 @@ def own_paths(text: str, host: Host, *folders: str) -> str:
 
 def with_own_paths(request: dict, host: Host) -> dict:
     """Return the request with the host's own paths where the container would have /opt/ml."""
-    checkpoints = (request.get("CheckpointConfig") or {}).get("LocalPath", "")
+    checkpoints = (request.get("CheckpointConfig") or {}).get("LocalPath", "").rstrip("/")
     folders = ["/opt/ml", *[checkpoints] * checkpoints.startswith("/")]
     return json.loads(own_paths(json.dumps(request), host, *folders))
 

@@ -331,7 +331,7 @@ class Job(threading.Thread):
                     name = str(path.relative_to(folder))
                     if self.synced.get((host.name, name)) == state:
                         continue
-                    key = f"{uri.path.strip('/')}/{name}"
+                    key = f"{uri.path.strip('/')}/{name}".lstrip("/")
                     self.s3.upload_file(str(path), uri.netloc, key)
                 except FileNotFoundError:
                     continue  # the file has just been replaced: the next sync copies it

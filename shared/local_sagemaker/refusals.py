@@ -77,9 +77,12 @@ def _channels(request: dict) -> Iterator[str]:
     groups = [g["InstanceGroupName"] for g in request["ResourceConfig"].get("InstanceGroups") or []]
     if twice := _twice(channel["ChannelName"] for channel in channels):
         yield f"Channel names must be unique, but {twice} are there twice."
-    sources = [(c["ChannelName"], c["DataSource"].get("S3DataSource") or {}) for c in channels]
-    own = {name: source.get("InstanceGroupNames") or [] for name, source in sources}
+    given = {channel["ChannelName"]: channel["DataSource"] for channel in channels}
+    s3 = {name: source.get("S3DataSource") or {} for name, source in given.items()}
+    own = {name: source.get("InstanceGroupNames") or [] for name, source in s3.items()}
     for name, assigned in own.items():
+        if not given[name]:
+            yield f"Channel {name!r} has no data source."
         if unknown := [group for group in assigned if group not in groups]:
             yield f"Channel {name!r} is assigned to {unknown}, but the groups are {groups}."
     if any(own.values()) and not all(own.values()):

@@ -77,13 +77,17 @@ def test_without_compression_the_files_are_in_folders(jobs: Jobs):
     assert keys("plain") == files
 
 
-@pytest.mark.parametrize("path", ["/ck/points", "ck/points", "/opt/ml/ck"])
-def test_checkpoints_of_two_jobs_are_in_their_own_folders_wherever_they_are(jobs: Jobs, path: str):
+@pytest.mark.parametrize(
+    "path, prefix", [("/ck/points/", "c/"), ("ck/points", "c/"), ("/opt/ml/ck", "")]
+)
+def test_checkpoints_of_two_jobs_are_in_their_own_folders_wherever_they_are(
+    jobs: Jobs, path: str, prefix: str
+):
     s3, client = boto3.client("s3"), boto3.client("sagemaker")
     names = [f"{path.replace('/', '-').strip('-')}-{len(path)}-{number}" for number in (1, 2)]
     for name in names:
         s3.create_bucket(Bucket=name)
-        s3.put_object(Bucket=name, Key="c/before.txt", Body=b"before")
+        s3.put_object(Bucket=name, Key=f"{prefix}before.txt", Body=b"before")
         client.create_training_job(
             **request(
                 name,
@@ -92,7 +96,7 @@ def test_checkpoints_of_two_jobs_are_in_their_own_folders_wherever_they_are(jobs
                     "sh", "-c", f"ls {path} && cd $THERE && pwd && touch {name} && sleep 3"
                 ),
                 Environment={"THERE": path},
-                CheckpointConfig={"S3Uri": f"s3://{name}/c", "LocalPath": path},
+                CheckpointConfig={"S3Uri": f"s3://{name}/{prefix}", "LocalPath": path},
                 OutputDataConfig={"S3OutputPath": f"s3://{name}/output"},
             )
         )
@@ -101,7 +105,7 @@ def test_checkpoints_of_two_jobs_are_in_their_own_folders_wherever_they_are(jobs
         assert job["TrainingJobStatus"] == "Completed", jobs.log(name)
         assert job["CheckpointConfig"]["LocalPath"] == path
         assert jobs.log(name)[0] == "before.txt"
-        assert {"c/before.txt", f"c/{name}"} <= {*keys(name)} and len(keys(name)) == 4
+        assert {f"{prefix}before.txt", f"{prefix}{name}"} <= {*keys(name)} and len(keys(name)) == 4
     assert not (ROOT / "ck").exists()
 
 

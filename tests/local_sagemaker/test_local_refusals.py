@@ -159,7 +159,7 @@ REFUSED = {
     ),
     "a type that AWS has retired": (
         config(InstanceGroups=[group(kind="ml.p2.xlarge")]),
-        "Unknown or retired instance type 'ml.p2.xlarge'",
+        "The local SageMaker does not know the instance type 'ml.p2.xlarge'",
     ),
     "what is not here": (
         {"TensorBoardOutputConfig": {"S3OutputPath": "s3://any/board"}},
@@ -183,6 +183,10 @@ REFUSED = {
     "checkpoints everywhere": (
         {"CheckpointConfig": {"S3Uri": "s3://any/c", "LocalPath": "/opt/ml/../.."}},
         "give it a folder of its own",
+    ),
+    "a channel without a source": (
+        {"InputDataConfig": [{"ChannelName": "x", "DataSource": {}}]},
+        "Channel 'x' has no data source",
     ),
     "a channel without objects": (
         {"InputDataConfig": [s3_channel("x", S3Uri="s3://no-such-bucket/x")]},
