@@ -35,12 +35,9 @@ def _settings(request: dict) -> Iterator[str]:
     specification = request.get("AlgorithmSpecification") or {}
     if bool(specification.get("TrainingImage")) == bool(specification.get("AlgorithmName")):
         yield "AlgorithmSpecification needs either a TrainingImage or an AlgorithmName."
-    if twice := _twice(tag["Key"] for tag in request.get("Tags") or []):
-        yield f"Tag keys must be unique, but {twice} are there twice."
-    condition, spot = (
-        request.get("StoppingCondition") or {},
-        request.get("EnableManagedSpotTraining"),
-    )
+    yield from _unique("Tag keys", [tag["Key"] for tag in request.get("Tags") or []])
+    condition = request.get("StoppingCondition") or {}
+    spot = request.get("EnableManagedSpotTraining")
     limit = condition.get("MaxRuntimeInSeconds", DEFAULT_MAX_RUNTIME)
     wait = condition.get("MaxWaitTimeInSeconds", 0)
     if limit > LONGEST_MAX_RUNTIME:
@@ -56,8 +53,9 @@ def _settings(request: dict) -> Iterator[str]:
         yield "InstanceType or InstanceCount cannot be specified with InstanceGroups"
     if not groups and len(single) < 2:
         yield "ResourceConfig needs InstanceType and InstanceCount, or InstanceGroups."
-    if twice := _twice(group["InstanceGroupName"] for group in groups or []):
-        yield f"Instance group names must be unique, but {twice} are there twice."
+    yield from _unique(
+        "Instance group names", [group["InstanceGroupName"] for group in groups or []]
+    )
     if groups and config.get("KeepAlivePeriodInSeconds"):
         # docs.aws.amazon.com/sagemaker/latest/dg/train-warm-pools.html
         yield "KeepAlivePeriodInSeconds (warm pools) cannot be used with InstanceGroups."
@@ -75,8 +73,7 @@ def _settings(request: dict) -> Iterator[str]:
 def _channels(request: dict) -> Iterator[str]:
     channels = request.get("InputDataConfig") or []
     groups = [g["InstanceGroupName"] for g in request["ResourceConfig"].get("InstanceGroups") or []]
-    if twice := _twice(channel["ChannelName"] for channel in channels):
-        yield f"Channel names must be unique, but {twice} are there twice."
+    yield from _unique("Channel names", [channel["ChannelName"] for channel in channels])
     given = {channel["ChannelName"]: channel["DataSource"] for channel in channels}
     s3 = {name: source.get("S3DataSource") or {} for name, source in given.items()}
     own = {name: source.get("InstanceGroupNames") or [] for name, source in s3.items()}
@@ -109,7 +106,6 @@ def _objects(request: dict) -> Iterator[str]:
             )
 
 
-def _twice(names: Iterator[str]) -> list[str]:
-    """Return the names that occur more than once."""
-    names = list(names)
-    return sorted({name for name in names if names.count(name) > 1})
+def _unique(what: str, names: list[str]) -> Iterator[str]:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield f"{what} must be unique, but {twice} are there twice."
