@@ -208,7 +208,7 @@ def with_own_paths(request: dict, host: Host) -> dict:
     """Return the request with the host's own paths where the container would have /opt/ml."""
     checkpoints = (request.get("CheckpointConfig") or {}).get("LocalPath", "").rstrip("/")
     folders = ["/opt/ml", *[checkpoints] * checkpoints.startswith("/")]
-    return json.loads(own_paths(json.dumps(request), host, *folders))
+    return json.loads(own_paths(json.dumps(request, ensure_ascii=False), host, *folders))
 
 
 def environment(host: Host, hosts: list[Host], request: dict, number: int) -> dict[str, str]:
