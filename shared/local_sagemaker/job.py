@@ -264,7 +264,8 @@ class Job(threading.Thread):
                     for event in batch
                     if event.get("host") == host.name and "log" in event
                 ]
-                self.logs.put_log_events(LOG_GROUP, streams[host.name], lines)
+                if lines:
+                    self.logs.put_log_events(LOG_GROUP, streams[host.name], lines)
             self._put_metrics(batch)
             if batch and "end" in batch[-1]:
                 return batch[-1]

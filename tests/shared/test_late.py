@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import boto3
 import pytest
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.logs.models import logs_backends
 
 from helpers.jobs import READ_CONFIG, TWO_GROUPS, Jobs, group, request
 from shared import monitoring
@@ -33,25 +35,20 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     timers: list[threading.Timer] = []
 
     def set_delay(seconds: float) -> None:
-        def client(service: str, **settings: str) -> object:
-            made = boto3.client(service, **settings)
-            return (
-                made
-                if service != "logs"
-                else SimpleNamespace(
-                    create_log_stream=later(made.create_log_stream),
-                    put_log_events=later(made.put_log_events),
-                )
-            )
+        real = logs_backends[DEFAULT_ACCOUNT_ID]["us-east-1"]
 
         def later(call: Callable) -> Callable:
-            def start(**arguments: object) -> None:
-                timers.append(threading.Timer(seconds, call, kwargs=arguments))
+            def start(*arguments: object) -> None:
+                timers.append(threading.Timer(seconds, call, arguments))
                 timers[-1].start()
 
             return start
 
-        monkeypatch.setattr(job, "boto3", SimpleNamespace(client=client))
+        slow = SimpleNamespace(
+            create_log_stream=later(real.create_log_stream),
+            put_log_events=later(real.put_log_events),
+        )
+        monkeypatch.setattr(job, "logs_backends", {DEFAULT_ACCOUNT_ID: {"us-east-1": slow}})
 
     yield set_delay
     for timer in timers:
