@@ -200,7 +200,7 @@ def channels_of(host: Host, request: dict) -> list[dict]:
 def own_paths(text: str, host: Host, *folders: str) -> str:
     """Replace the folders of a container in `text` with those in the host's own tree."""
     # A folder of that name in a URL or below another folder stays: s3://bucket/opt/ml.
-    before, names = r"(?<![\w.\-/}])|(?<=file://)|(?<=\\[nrt])", "|".join(map(re.escape, folders))
+    before, names = r"(?<![\w.\-/}])|(?<=//)|(?<=\\[nrt])", "|".join(map(re.escape, folders))
     return re.sub(rf"({before})({names})(?![\w-])", rf"{host.tree}\2", text)
 
 

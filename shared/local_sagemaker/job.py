@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from urllib.parse import urlparse
 
 import boto3
 from botocore.exceptions import ClientError
@@ -76,8 +75,10 @@ class Job(threading.Thread):
         self.stop_asked = self.abandoned = self.planned = False
         # Created in the user's thread: boto3's default session is not thread-safe.
         self.s3 = boto3.client("s3", region_name=region)
-        # Not a client, which takes longer for a line than a host takes to print it.
+        # The backend, not a client, which takes longer for a line than a host takes to print it.
         self.logs = logs_backends[record.arn.split(":")[4]][region]
+        if LOG_GROUP not in self.logs.groups:
+            self.logs.create_log_group(LOG_GROUP, {})
         self.cloudwatch = boto3.client("cloudwatch", region_name=region)
         self.synced: dict[tuple[str, str], tuple] = {}
 
@@ -174,7 +175,7 @@ class Job(threading.Thread):
         for host in self.hosts:
             cluster.write_configuration(host, self.hosts, self.told[host.name], self.python)
         try:
-            self.s3.head_bucket(Bucket=urlparse(self.output).netloc)
+            self.s3.head_bucket(Bucket=bucket_and_key(self.output)[0])
             self._download()
         except ClientError as error:
             raise JobFailed(f"ClientError: Data download failed: {error}") from error
@@ -242,10 +243,12 @@ class Job(threading.Thread):
 
     def _copy_from_s3(self, uri: str, target: Path) -> None:
         """Copy all objects under the prefix `uri`, with the file names that SageMaker uses."""
-        bucket, prefix = urlparse(uri).netloc, urlparse(uri).path.lstrip("/")
+        bucket, prefix = bucket_and_key(uri)
         pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         for key in (item["Key"] for page in pages for item in page.get("Contents", [])):
             path = target / (key.removeprefix(prefix).lstrip("/") or Path(prefix).name)
+            if not path.resolve().is_relative_to(target.resolve()):
+                raise JobFailed(f"ClientError: Data download failed: the key {key!r} leaves {uri}")
             if not key.endswith("/"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self.s3.download_file(bucket, key, str(path))
@@ -323,7 +326,7 @@ class Job(threading.Thread):
         """Copy new and changed checkpoint files of every host to S3."""
         if not self.request.get("CheckpointConfig"):
             return
-        uri = urlparse(self.request["CheckpointConfig"]["S3Uri"])
+        bucket, prefix = bucket_and_key(self.request["CheckpointConfig"]["S3Uri"])
         for host in self.hosts:
             folder = self._checkpoint_folder(host)
             for path in filter(Path.is_file, sorted(folder.rglob("*"))):
@@ -332,8 +335,8 @@ class Job(threading.Thread):
                     name = str(path.relative_to(folder))
                     if self.synced.get((host.name, name)) == state:
                         continue
-                    key = f"{uri.path.strip('/')}/{name}".lstrip("/")
-                    self.s3.upload_file(str(path), uri.netloc, key)
+                    key = f"{prefix.rstrip('/')}/{name}" if prefix else name
+                    self.s3.upload_file(str(path), bucket, key)
                 except FileNotFoundError:
                     continue  # the file has just been replaced: the next sync copies it
                 self.synced[host.name, name] = state
@@ -346,8 +349,8 @@ class Job(threading.Thread):
         """
         compressed = self.request["OutputDataConfig"].get("CompressionType") != "NONE"
         for folder, archive_name in (("model", "model.tar.gz"), ("output/data", "output.tar.gz")):
-            uri = urlparse(f"{self.output}/{self.job_name}/output/")
-            bucket, prefix, files = uri.netloc, uri.path.lstrip("/"), {}
+            bucket, prefix = bucket_and_key(f"{self.output}/{self.job_name}/output/")
+            files = {}
             for host in self.hosts:
                 root = host.opt_ml / folder
                 for path in filter(Path.is_file, root.rglob("*")):
@@ -365,14 +368,20 @@ class Job(threading.Thread):
         self.record.model_artifacts = {"S3ModelArtifacts": model}
 
 
+def bucket_and_key(uri: str) -> tuple[str, str]:
+    """Split an S3 URI; urllib would take what follows `#` or `?` for something else."""
+    bucket, _, key = uri.partition("://")[2].partition("/")
+    return bucket, key
+
+
 def _metric(name: str, value: float, seconds: float) -> dict:
     when = datetime.fromtimestamp(seconds, timezone.utc)
     return {"MetricName": name, "Value": value, "Timestamp": when}
 
 
-def _number(text: str) -> float:
-    """Convert what a metric's regular expression found; it may be no number."""
+def _number(text: str | None) -> float:
+    """Convert what a metric's regular expression found; it may be no number, or nothing."""
     try:
         return float(text)
-    except ValueError:
+    except (TypeError, ValueError):
         return math.nan

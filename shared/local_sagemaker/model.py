@@ -51,7 +51,7 @@ def _failed(value: object, shape: Shape) -> Iterator[str]:
     size, what = (len(value), "length") if sized else (value, "value")
     if "max" in limits and size > limits["max"]:
         yield f"Member must have {what} less than or equal to {limits['max']}"
-    # As in Java, `.` matches no line separator at all: WORD.
+    # WORD: `.` matches no line separator of Unicode, as in Java (which allows \\x0b and \\x0c).
     if "pattern" in limits and not regex.fullmatch(limits["pattern"], value, regex.WORD):
         yield f"Member must satisfy regular expression pattern: {limits['pattern']}"
     if "enum" in limits and value not in limits["enum"]:

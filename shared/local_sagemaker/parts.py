@@ -39,7 +39,6 @@ ONLY = {
 
 def refusals(request: dict) -> Iterator[str]:
     """Yield why this machine cannot run a CreateTrainingJob as it asks, if it cannot."""
-    yield from _unsupported(request, "")
     for name, value in (request.get("HyperParameters") or {}).items():
         if "'" in value:
             yield (
@@ -64,22 +63,19 @@ def refusals(request: dict) -> Iterator[str]:
         yield f"CheckpointConfig.LocalPath is {path}: for a local run give it a folder of its own."
 
 
-def _unsupported(structure: dict, name: str) -> Iterator[str]:
+def unsupported(structure: dict, name: str = "") -> Iterator[str]:
     """Yield what the local SageMaker does not do of a structure with this dotted name."""
     for key, value in structure.items():
         path, values = f"{name}.{key}".lstrip("."), ONLY.get(name, {}).get(key, [])
         if values and value not in values:
             yield (
-                f"{path} is {value}, which the local SageMaker does not support, although AWS "
-                f"does: for a local run set {' or '.join(values)}."
+                f"{path} is {value}, which the local SageMaker does not support: for a local run "
+                f"set {' or '.join(values)}."
             )
         if values or key in AS_ON_AWS.get(name, []) + WITHOUT_EFFECT.get(name, []):
             continue
-        if any(known.startswith(path) for known in {**AS_ON_AWS, **WITHOUT_EFFECT}):
+        if any(f"{known}.".startswith(f"{path}.") for known in {**AS_ON_AWS, **WITHOUT_EFFECT}):
             for part in value if isinstance(value, list) else [value]:
-                yield from _unsupported(part, path)
+                yield from unsupported(part, path)
         elif value is not False:
-            yield (
-                f"The local SageMaker does not do {path}, although AWS does: for a local run "
-                "leave it out."
-            )
+            yield f"The local SageMaker does not do {path}: for a local run leave it out."

@@ -21,7 +21,7 @@ def check(request: dict, arn_of_existing_job: str | None) -> None:
             "Training job names must be unique within an AWS account and region, "
             f"and a training job with this name already exists ({arn_of_existing_job})"
         )
-    rules = _settings, _channels, parts.refusals, _objects
+    rules = parts.unsupported, _settings, _channels, parts.refusals, _objects
     whys = (why for rule in rules for why in rule(request))
     try:
         why = next(whys, None)
@@ -56,9 +56,6 @@ def _settings(request: dict) -> Iterator[str]:
     yield from _unique(
         "Instance group names", [group["InstanceGroupName"] for group in groups or []]
     )
-    if groups and config.get("KeepAlivePeriodInSeconds"):
-        # docs.aws.amazon.com/sagemaker/latest/dg/train-warm-pools.html
-        yield "KeepAlivePeriodInSeconds (warm pools) cannot be used with InstanceGroups."
     for group in cluster.instance_groups(config):
         name, kind = group["InstanceGroupName"], group["InstanceType"]
         if group["InstanceCount"] < 1:
@@ -78,6 +75,8 @@ def _channels(request: dict) -> Iterator[str]:
     s3 = {name: source.get("S3DataSource") or {} for name, source in given.items()}
     own = {name: source.get("InstanceGroupNames") or [] for name, source in s3.items()}
     for name, assigned in own.items():
+        if not name.strip("."):
+            yield f"The channel name {name!r} is not a folder of its own."
         if not given[name]:
             yield f"Channel {name!r} has no data source."
         if unknown := [group for group in assigned if group not in groups]:

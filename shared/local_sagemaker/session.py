@@ -3,10 +3,12 @@
 import contextlib
 import gc
 import json
+import operator
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import boto3
@@ -17,14 +19,15 @@ from moto.core.botocore_stubber import BotocoreStubber
 from moto.core.exceptions import ServiceException
 from moto.core.models import botocore_stubber
 from moto.core.responses import ActionResult
-from moto.core.utils import get_service_model
+from moto.core.utils import camelcase_to_underscores, get_service_model
 from moto.iam.responses import IamResponse
 from moto.sagemaker.exceptions import ValidationError
+from moto.sagemaker.models import SageMakerModelBackend
 from moto.sagemaker.responses import SageMakerResponse
 
 from . import cluster, model, parts, refusals
 from .isolation import set_aside
-from .job import LOG_GROUP, Job
+from .job import Job
 
 ROLE_NAME = "LocalSageMakerRole"
 OWN_PYTHON = Path(sys.executable).parent
@@ -74,18 +77,16 @@ class LocalSageMaker(contextlib.AbstractContextManager):
             session.unregister("before-send", botocore_stubber)  # otherwise it answers twice
             session.register("before-send", botocore_stubber)
         self._undo.enter_context(moto.mock_aws())
-        create, listed = SageMakerResponse.create_training_job, SageMakerResponse.list_training_jobs
-        answer = SageMakerResponse.call_action
+        create, answer = SageMakerResponse.create_training_job, SageMakerResponse.call_action
         for owner, name, method in (
             (SageMakerResponse, "create_training_job", lambda r: self._create(r, create)),
             (SageMakerResponse, "stop_training_job", lambda r: self._stop(r)),
-            (SageMakerResponse, "list_training_jobs", lambda r: list_jobs(r, listed)),
+            (SageMakerResponse, "list_training_jobs", list_jobs),
             (SageMakerResponse, "call_action", lambda r: answer_if_valid(r, answer)),
             (IamResponse, "simulate_principal_policy", allow_everything),
         ):
             self._undo.enter_context(mock.patch.object(owner, name, method, create=True))
         self.role = create_role()
-        boto3.client("logs").create_log_group(logGroupName=LOG_GROUP)
 
     def _create(self, response: SageMakerResponse, create: Callable) -> ActionResult:
         request = json.loads(response.body)
@@ -230,22 +231,29 @@ def answer_if_valid(response: SageMakerResponse, answer: Callable) -> tuple:
             known = ", ".join(parts.OPERATIONS)
             raise ValidationError(f"The local SageMaker does not do {name}. It does {known}.")
         model.check(get_service_model("sagemaker").operation_model(name), request)
+        jobs = list(response.sagemaker_backend.training_jobs.values())
+        if "ResourceArn" in request and request["ResourceArn"] not in [job.arn for job in jobs]:
+            raise ValidationError("Resource does not exist.")
     except ServiceException as error:
         return response.serialized(ActionResult(error))
     return answer(response)
 
 
-def list_jobs(response: SageMakerResponse, listed: Callable) -> ActionResult:
-    """Sort the jobs as the request asks: moto lists them as they are in its dictionary."""
-    request, backend = json.loads(response.body), response.sagemaker_backend
-    by = {"Name": "training_job_name", "Status": "training_job_status"}.get(request.get("SortBy"))
+def list_jobs(response: SageMakerResponse) -> ActionResult:
+    """List the jobs sorted as the request asks; moto takes them as they are in its dictionary."""
+    by = {"Name": "training_job_name", "Status": "training_job_status"}
+    key = operator.attrgetter(by.get(response._get_param("SortBy"), "creation_time"))
+    descending = response._get_param("SortOrder") == "Descending"
     jobs = sorted(
-        backend.training_jobs.values(),
-        key=lambda job: getattr(job, by or "creation_time"),
-        reverse=request.get("SortOrder") == "Descending",
+        list(response.sagemaker_backend.training_jobs.values()), key=key, reverse=descending
     )
-    backend.training_jobs = {job.training_job_name: job for job in jobs}
-    return listed(response)
+    filters = "CreationTimeAfter CreationTimeBefore LastModifiedTimeAfter LastModifiedTimeBefore"
+    names = ["NextToken", "MaxResults", "NameContains", "StatusEquals", *filters.split()]
+    listed = SageMakerModelBackend.list_training_jobs(
+        SimpleNamespace(training_jobs={job.training_job_name: job for job in jobs}),
+        **{camelcase_to_underscores(name): response._get_param(name) for name in names},
+    )
+    return ActionResult(listed)
 
 
 def allow_everything(response: IamResponse) -> ActionResult:

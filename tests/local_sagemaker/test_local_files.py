@@ -3,6 +3,7 @@
 import json
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import boto3
 import pytest
@@ -118,9 +119,9 @@ path.with_name("hyperparameters.json").read_text()
 print("TOLD", json.dumps([parameters, os.environ["PLACES"], os.environ["SAGEMAKER_BASE_DIR"]]))
 """
     )
-    kept = "s3://bucket/opt/ml/x ../opt/ml /opt/mlflow /srv/opt/ml"
+    kept = "s3://bucket/opt/ml/x s3://opt/ml ../opt/ml /opt/mlflow /srv/opt/ml"
     given = {"folder": "/opt/ml/model", "kept": kept}
-    environment = {"PLACES": f"file:///opt/ml/a:/opt/ml\n/opt/ml/b {kept}"}
+    environment = {"PLACES": f"sqlite:////opt/ml/a:/opt/ml\n/opt/ml/b {kept}"}
     name = jobs.create(
         {"train.py": script},
         "exec python train.py",
@@ -134,7 +135,7 @@ print("TOLD", json.dumps([parameters, os.environ["PLACES"], os.environ["SAGEMAKE
     parameters, places, own = json.loads(line.removeprefix("TOLD "))
     assert own != "/opt/ml"
     assert parameters == {"folder": f"{own}/model", "kept": kept}
-    assert places == f"file://{own}/a:{own}\n{own}/b {kept}"
+    assert places == f"sqlite:///{own}/a:{own}\n{own}/b {kept}"
 
 
 def test_jobs_are_listed_as_asked(jobs: Jobs):
@@ -178,6 +179,47 @@ def test_tags_can_be_read(jobs: Jobs):
     client.delete_tags(ResourceArn=arn, TagKeys=["team"])
     assert client.list_tags(ResourceArn=arn)["Tags"] == [{"Key": "stage", "Value": "trial"}]
     jobs.wait("tagged")
+
+
+def test_a_key_that_leaves_its_folder_fails_the_job(jobs: Jobs):
+    s3 = boto3.client("s3")
+    s3.create_bucket(Bucket="leaves")
+    s3.put_object(Bucket="leaves", Key="data/../../../../../../../../tmp/left", Body=b"x")
+    source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": "s3://leaves/data"}}
+    boto3.client("sagemaker").create_training_job(
+        **request(
+            "leaves",
+            InputDataConfig=[{"ChannelName": "x", "DataSource": source}],
+            OutputDataConfig={"S3OutputPath": "s3://leaves/output"},
+        )
+    )
+    reason = jobs.wait("leaves")["FailureReason"]
+    assert reason.startswith("ClientError: Data download failed: the key 'data/../../")
+    assert not Path("/tmp/left").exists()
+
+
+def test_a_job_of_another_region_with_signs_in_its_output_path(jobs: Jobs):
+    there = {"region_name": "eu-west-1"}
+    where = {"LocationConstraint": "eu-west-1"}
+    boto3.client("s3", **there).create_bucket(Bucket="signs", CreateBucketConfiguration=where)
+    client = boto3.client("sagemaker", **there)
+    metrics = {"MetricDefinitions": [{"Name": "m", "Regex": "a([0-9])?"}]}
+    client.create_training_job(
+        **request(
+            "signs",
+            AlgorithmSpecification=specification("echo", "a") | metrics,
+            OutputDataConfig={"S3OutputPath": "s3://signs/a#1?b"},
+        )
+    )
+    while (job := client.describe_training_job(TrainingJobName="signs"))["TrainingJobStatus"] == (
+        "InProgress"
+    ):
+        time.sleep(0.2)
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
+    assert job["ModelArtifacts"]["S3ModelArtifacts"] == "s3://signs/a#1?b/signs/output/model.tar.gz"
+    assert keys("signs") == [f"a#1?b/signs/output/{x}.tar.gz" for x in ("model", "output")]
+    with pytest.raises(client.exceptions.ClientError, match="Resource does not exist"):
+        client.list_tags(ResourceArn=job["TrainingJobArn"] + "x")
 
 
 def test_a_long_line_becomes_events_that_cloudwatch_accepts(jobs: Jobs):

@@ -66,7 +66,7 @@ REFUSED = {
                 "VolumeSizeInGB": 1,
             }
         },
-        "warm pools",
+        "does not do ResourceConfig.KeepAlivePeriodInSeconds: for a local run leave it out",
     ),
     "unknown instance type": (
         {"ResourceConfig": {"InstanceGroups": [group(kind="ml.c5.huge")], "VolumeSizeInGB": 1}},
@@ -163,7 +163,7 @@ REFUSED = {
     ),
     "what is not here": (
         {"TensorBoardOutputConfig": {"S3OutputPath": "s3://any/board"}},
-        "does not do TensorBoardOutputConfig, although AWS does: for a local run leave it out",
+        "does not do TensorBoardOutputConfig: for a local run leave it out",
     ),
     "what is not here, in a structure that is": (
         {"InputDataConfig": [{**s3_channel("x"), "ShuffleConfig": {"Seed": 1}}]},
@@ -183,6 +183,18 @@ REFUSED = {
     "checkpoints everywhere": (
         {"CheckpointConfig": {"S3Uri": "s3://any/c", "LocalPath": "/opt/ml/../.."}},
         "give it a folder of its own",
+    ),
+    "a channel that would replace the configuration": (
+        {"InputDataConfig": [s3_channel("..")]},
+        r"The channel name '\.\.' is not a folder of its own",
+    ),
+    "an API that needs no instance type": (
+        {
+            "ResourceConfig": {
+                "InstancePreferences": [{"InstanceType": "ml.m5.large", "InstanceCount": 1}]
+            }
+        },
+        "does not do ResourceConfig.InstancePreferences",
     ),
     "a channel without a source": (
         {"InputDataConfig": [{"ChannelName": "x", "DataSource": {}}]},
