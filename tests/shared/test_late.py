@@ -45,6 +45,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
             return start
 
         slow = SimpleNamespace(
+            groups=real.groups,
             create_log_stream=later(real.create_log_stream),
             put_log_events=later(real.put_log_events),
         )
