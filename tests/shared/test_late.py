@@ -46,6 +46,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
 
         slow = SimpleNamespace(
             groups=real.groups,
+            create_log_group=real.create_log_group,
             create_log_stream=later(real.create_log_stream),
             put_log_events=later(real.put_log_events),
         )
