@@ -16,9 +16,10 @@ tree, loopback address and cores, and it runs the job's own entry point. `/opt/m
 the request's command, hyperparameters and environment, and in the SDK's driver scripts. Your own
 code should find its folders as on AWS, from SM_MODEL_DIR, SM_CHANNEL_... or SAGEMAKER_BASE_DIR.
 
-What AWS refuses is refused here too (model.py, refusals.py), and so is what this machine does not
-do (parts.py). A job's code has no access to AWS or the mock, and `pip install` in a job only checks
-whether the requirements are installed. A `\\r`, which progress bars print, ends a line of a log.
+What AWS's model and reference forbid is refused (model.py, refusals.py), and so is what this
+machine does not do (parts.py). What an account has, such as roles and subnets, is not checked.
+A job's code has no access to AWS or the mock, and `pip install` in a job only checks whether the
+requirements are installed. A `\\r`, which progress bars print, ends a line of a log.
 
 Nothing reaches AWS or costs money: credentials, profiles and endpoints in the environment are set
 aside, and a request that the mock does not answer is an error.

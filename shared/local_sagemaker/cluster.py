@@ -197,6 +197,12 @@ def channels_of(host: Host, request: dict) -> list[dict]:
     return [c for c, own in zip(channels, groups, strict=True) if not own or host.group in own]
 
 
+def bucket_and_key(uri: str) -> tuple[str, str]:
+    """Split an S3 URI; urllib would take what follows `#` or `?` for something else."""
+    bucket, _, key = uri.partition("://")[2].partition("/")
+    return bucket, key
+
+
 def own_paths(text: str, host: Host, *folders: str) -> str:
     """Replace the folders of a container in `text` with those in the host's own tree."""
     # A folder of that name in a URL or below another folder stays: s3://bucket/opt/ml.

@@ -52,7 +52,7 @@ class Job(threading.Thread):
     """
 
     def __init__(
-        self, record, request: dict, region: str, vcpus: int, python: Path, container: list
+        self, record, request: dict, region: str, scale: int, python: Path, container: list
     ):
         self.job_name = request["TrainingJobName"]
         super().__init__(name=f"local-sagemaker-{self.job_name}", daemon=True)
@@ -85,7 +85,7 @@ class Job(threading.Thread):
         self.number, self.lock = cluster.lock_job_number()
         self.folder = Path(tempfile.mkdtemp(prefix="local-sagemaker-"))
         groups = cluster.instance_groups(request["ResourceConfig"])
-        self.hosts = cluster.plan_hosts(groups, vcpus, self.number, self.folder)
+        self.hosts = cluster.plan_hosts(groups, scale, self.number, self.folder)
         # What each host is told, with the host's own paths if there is no container.
         self.told = {
             host.name: request if container else cluster.with_own_paths(request, host)
@@ -175,7 +175,10 @@ class Job(threading.Thread):
         for host in self.hosts:
             cluster.write_configuration(host, self.hosts, self.told[host.name], self.python)
         try:
-            self.s3.head_bucket(Bucket=bucket_and_key(self.output)[0])
+            self.s3.head_bucket(Bucket=cluster.bucket_and_key(self.output)[0])
+        except ClientError as error:
+            raise JobFailed(f"ClientError: S3OutputPath has no bucket: {error}") from error
+        try:
             self._download()
         except ClientError as error:
             raise JobFailed(f"ClientError: Data download failed: {error}") from error
@@ -201,30 +204,27 @@ class Job(threading.Thread):
     def _plan(self) -> dict:
         """Return the plan that the supervisor runs."""
         condition = self.request.get("StoppingCondition") or {}
-        told = {name: request["AlgorithmSpecification"] for name, request in self.told.items()}
         return {
             "max_runtime_seconds": condition.get("MaxRuntimeInSeconds", DEFAULT_MAX_RUNTIME),
             "supervisor_cores": sorted(os.sched_getaffinity(0)),
-            "hosts": [
-                {
-                    "name": host.name,
-                    "base_dir": str(host.opt_ml),
-                    "tree": str(host.tree),
-                    "cores": host.cores,
-                    "vcpus": cluster.vcpus(host.instance_type),
-                    "command": [
-                        *self.container,
-                        *told[host.name]["ContainerEntrypoint"],
-                        *told[host.name].get("ContainerArguments", []),
-                    ],
-                    "environment": {
-                        "AWS_REGION": self.region,
-                        "TRAINING_JOB_ARN": self.record.arn,
-                        **cluster.environment(host, self.hosts, self.told[host.name], self.number),
-                    },
-                }
-                for host in self.hosts
-            ],
+            "hosts": [self._host_plan(host, self.told[host.name]) for host in self.hosts],
+        }
+
+    def _host_plan(self, host: cluster.Host, told: dict) -> dict:
+        specification = told["AlgorithmSpecification"]
+        command = specification["ContainerEntrypoint"] + specification.get("ContainerArguments", [])
+        return {
+            "name": host.name,
+            "base_dir": str(host.opt_ml),
+            "tree": str(host.tree),
+            "cores": host.cores,
+            "vcpus": cluster.vcpus(host.instance_type),
+            "command": self.container + command,
+            "environment": {
+                "AWS_REGION": self.region,
+                "TRAINING_JOB_ARN": self.record.arn,
+                **cluster.environment(host, self.hosts, told, self.number),
+            },
         }
 
     def _download(self) -> None:
@@ -239,11 +239,12 @@ class Job(threading.Thread):
             if checkpoints := self.request.get("CheckpointConfig"):
                 target = self._checkpoint_folder(host)
                 target.mkdir(parents=True, exist_ok=True)
-                self._copy_from_s3(checkpoints["S3Uri"], target)
+                # Not those of a neighbor: run1 is also a prefix of run10/step.txt.
+                self._copy_from_s3(checkpoints["S3Uri"].rstrip("/") + "/", target)
 
     def _copy_from_s3(self, uri: str, target: Path) -> None:
         """Copy all objects under the prefix `uri`, with the file names that SageMaker uses."""
-        bucket, prefix = bucket_and_key(uri)
+        bucket, prefix = cluster.bucket_and_key(uri)
         pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         for key in (item["Key"] for page in pages for item in page.get("Contents", [])):
             path = target / (key.removeprefix(prefix).lstrip("/") or Path(prefix).name)
@@ -326,7 +327,7 @@ class Job(threading.Thread):
         """Copy new and changed checkpoint files of every host to S3."""
         if not self.request.get("CheckpointConfig"):
             return
-        bucket, prefix = bucket_and_key(self.request["CheckpointConfig"]["S3Uri"])
+        bucket, prefix = cluster.bucket_and_key(self.request["CheckpointConfig"]["S3Uri"])
         for host in self.hosts:
             folder = self._checkpoint_folder(host)
             for path in filter(Path.is_file, sorted(folder.rglob("*"))):
@@ -349,7 +350,7 @@ class Job(threading.Thread):
         """
         compressed = self.request["OutputDataConfig"].get("CompressionType") != "NONE"
         for folder, archive_name in (("model", "model.tar.gz"), ("output/data", "output.tar.gz")):
-            bucket, prefix = bucket_and_key(f"{self.output}/{self.job_name}/output/")
+            bucket, prefix = cluster.bucket_and_key(f"{self.output}/{self.job_name}/output/")
             files = {}
             for host in self.hosts:
                 root = host.opt_ml / folder
@@ -366,12 +367,6 @@ class Job(threading.Thread):
                 self.s3.upload_file(str(path), bucket, prefix + folder + name)
         model = f"{self.output}/{self.job_name}/output/model" + (".tar.gz" if compressed else "/")
         self.record.model_artifacts = {"S3ModelArtifacts": model}
-
-
-def bucket_and_key(uri: str) -> tuple[str, str]:
-    """Split an S3 URI; urllib would take what follows `#` or `?` for something else."""
-    bucket, _, key = uri.partition("://")[2].partition("/")
-    return bucket, key
 
 
 def _metric(name: str, value: float, seconds: float) -> dict:

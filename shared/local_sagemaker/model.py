@@ -1,7 +1,7 @@
 """Check a request against AWS's own model of it, which botocore ships.
 
 boto3 itself checks types, required members and minimums before it sends a request. It leaves
-lengths, ranges, patterns and values to AWS, or here to this file.
+maximums, patterns and values to AWS, or here to this file.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,6 @@ LONGEST_VALUE = 100  # characters of a refused value in a message; AWS repeats a
 
 def check(operation: OperationModel, request: dict) -> None:
     """Raise the error that AWS returns for a request that its model forbids, in AWS's words."""
-    if operation.input_shape is None:
-        return
     report = ParamValidator().validate(request, operation.input_shape)  # if boto3 was told not to
     if report.has_errors():
         raise AWSValidationException(report.generate_report())
@@ -51,7 +49,7 @@ def _failed(value: object, shape: Shape) -> Iterator[str]:
     size, what = (len(value), "length") if sized else (value, "value")
     if "max" in limits and size > limits["max"]:
         yield f"Member must have {what} less than or equal to {limits['max']}"
-    # WORD: `.` matches no line separator of Unicode, as in Java (which allows \\x0b and \\x0c).
+    # With WORD, `.` matches no line separator, as on AWS; a vertical tab is refused here only.
     if "pattern" in limits and not regex.fullmatch(limits["pattern"], value, regex.WORD):
         yield f"Member must satisfy regular expression pattern: {limits['pattern']}"
     if "enum" in limits and value not in limits["enum"]:

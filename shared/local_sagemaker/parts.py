@@ -22,7 +22,8 @@ AS_ON_AWS = {
 WITHOUT_EFFECT = {
     "": ["RoleArn", "VpcConfig", "RetryStrategy", "ExperimentConfig"]
     + ["EnableManagedSpotTraining", "EnableNetworkIsolation"]
-    + ["EnableInterContainerTrafficEncryption"],
+    + ["EnableInterContainerTrafficEncryption"]
+    + ["DebugHookConfig", "ProfilerConfig"],  # SDK v2 adds them to each request
     "AlgorithmSpecification": ["TrainingImage", "EnableSageMakerMetricsTimeSeries"],
     "OutputDataConfig": ["KmsKeyId"],
     "ResourceConfig": ["VolumeSizeInGB", "VolumeKmsKeyId"],
@@ -58,9 +59,10 @@ def refusals(request: dict) -> Iterator[str]:
                 raise re.error("it has no group")
         except re.error as error:
             yield f"Metric {name!r}: the regular expression {regex!r} cannot be used: {error}."
-    path = PurePosixPath((request.get("CheckpointConfig") or {}).get("LocalPath", "/opt/ml"))
+    folder = request.get("CheckpointConfig", {}).get("LocalPath", "/opt/ml/checkpoints")
+    path = PurePosixPath(folder)
     if ".." in path.parts or not path.name:
-        yield f"CheckpointConfig.LocalPath is {path}: for a local run give it a folder of its own."
+        yield f"CheckpointConfig.LocalPath is {folder!r}: for a local run give it its own folder."
 
 
 def unsupported(structure: dict, name: str = "") -> Iterator[str]:
@@ -77,5 +79,5 @@ def unsupported(structure: dict, name: str = "") -> Iterator[str]:
         if any(f"{known}.".startswith(f"{path}.") for known in {**AS_ON_AWS, **WITHOUT_EFFECT}):
             for part in value if isinstance(value, list) else [value]:
                 yield from unsupported(part, path)
-        elif value is not False:
+        else:
             yield f"The local SageMaker does not do {path}: for a local run leave it out."

@@ -1,6 +1,7 @@
 """Refuse what AWS refuses although its model allows it, in AWS's words if a public source has them.
 
 Where no other source is named, it is the API reference of the member, which botocore ships as well.
+No public source was found for the names of channels and groups, and for counts of at least 1.
 """
 
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ def _objects(request: dict) -> Iterator[str]:
     s3, role = boto3.client("s3"), request["RoleArn"]
     for channel in request.get("InputDataConfig") or []:
         uri = channel["DataSource"]["S3DataSource"]["S3Uri"]
-        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        bucket, prefix = cluster.bucket_and_key(uri)
         try:
             found = s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1)["KeyCount"]
         except ClientError:
@@ -99,7 +100,7 @@ def _objects(request: dict) -> Iterator[str]:
         if not found:  # github.com/aws/amazon-sagemaker-examples/issues/2267 has this message
             yield (
                 f'No S3 objects found under S3 URL "{uri}" given in input data source. Please '
-                f"ensure that the bucket exists in the selected region ({s3.meta.region_name}), "
+                "ensure that the bucket exists in the selected region, "
                 f'that objects exist under that S3 prefix, and that the role "{role}" '
                 f'has "s3:ListBucket" permissions on bucket "{bucket}".'
             )

@@ -106,8 +106,8 @@ class LocalSageMaker(contextlib.AbstractContextManager):
         try:
             image = request["AlgorithmSpecification"].get("TrainingImage")
             python = Path(self.images[image], "bin") if image in self.images else OWN_PYTHON
-            record, vcpus = backend.training_jobs[name], self.scale_vcpus
-            job = Job(record, request, response.region, vcpus, python, self.container)
+            record, scale = backend.training_jobs[name], self.scale_vcpus
+            job = Job(record, request, response.region, scale, python, self.container)
         except BaseException:
             del backend.training_jobs[name]  # moto has recorded it as Completed
             raise
@@ -244,9 +244,7 @@ def list_jobs(response: SageMakerResponse) -> ActionResult:
     by = {"Name": "training_job_name", "Status": "training_job_status"}
     key = operator.attrgetter(by.get(response._get_param("SortBy"), "creation_time"))
     descending = response._get_param("SortOrder") == "Descending"
-    jobs = sorted(
-        list(response.sagemaker_backend.training_jobs.values()), key=key, reverse=descending
-    )
+    jobs = sorted(response.sagemaker_backend.training_jobs.values(), key=key, reverse=descending)
     filters = "CreationTimeAfter CreationTimeBefore LastModifiedTimeAfter LastModifiedTimeBefore"
     names = ["NextToken", "MaxResults", "NameContains", "StatusEquals", *filters.split()]
     listed = SageMakerModelBackend.list_training_jobs(

@@ -114,11 +114,15 @@ def read_output(host: RunningHost, events: TextIO) -> None:
     # Progress bars, such as tqdm's, print `\r` at each update.
     first, *lines = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
     *lines, host.unfinished_line = [host.unfinished_line + first, *lines]
+    texts = []
     if host.unfinished_line and (not data or len(host.unfinished_line) > LONGEST_LINE):
         lines.append(host.unfinished_line)
         host.unfinished_line = b""
-    texts = [line.decode("utf-8", "replace") for line in lines]
-    write(events, *({"host": host.name, "log": text} for text in texts))
+    for line in lines:
+        for start in range(0, max(1, len(line)), LONGEST_LINE):
+            text = line[start : start + LONGEST_LINE].decode("utf-8", "replace")
+            texts.append({"host": host.name, "log": text})
+    write(events, *texts)
 
 
 def kill_container(base_dir: str) -> None:

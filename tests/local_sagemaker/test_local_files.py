@@ -89,6 +89,7 @@ def test_checkpoints_of_two_jobs_are_in_their_own_folders_wherever_they_are(
     for name in names:
         s3.create_bucket(Bucket=name)
         s3.put_object(Bucket=name, Key=f"{prefix}before.txt", Body=b"before")
+        s3.put_object(Bucket=name, Key="c0/neighbor.txt", Body=b"another job's")
         client.create_training_job(
             **request(
                 name,
@@ -106,7 +107,7 @@ def test_checkpoints_of_two_jobs_are_in_their_own_folders_wherever_they_are(
         assert job["TrainingJobStatus"] == "Completed", jobs.log(name)
         assert job["CheckpointConfig"]["LocalPath"] == path
         assert jobs.log(name)[0] == "before.txt"
-        assert {f"{prefix}before.txt", f"{prefix}{name}"} <= {*keys(name)} and len(keys(name)) == 4
+        assert {f"{prefix}before.txt", f"{prefix}{name}"} <= {*keys(name)} and len(keys(name)) == 5
     assert not (ROOT / "ck").exists()
 
 
@@ -231,5 +232,5 @@ def test_a_long_line_becomes_events_that_cloudwatch_accepts(jobs: Jobs):
     jobs.wait("long-line")
     *parts, short, first, second, third = jobs.log("long-line")
     assert "".join(parts) == "a" * 1_000_000
-    assert max(map(len, parts)) <= 262_118 + (1 << 16) and len(parts) >= 3
+    assert max(map(len, parts)) <= 262_118  # CloudWatch's limit, less 26 bytes of each event
     assert [short, first, second, third] == ["short", "b", "b", "b"]

@@ -182,7 +182,7 @@ REFUSED = {
     ),
     "checkpoints everywhere": (
         {"CheckpointConfig": {"S3Uri": "s3://any/c", "LocalPath": "/opt/ml/../.."}},
-        "give it a folder of its own",
+        "give it its own folder",
     ),
     "a channel that would replace the configuration": (
         {"InputDataConfig": [s3_channel("..")]},
