@@ -7,6 +7,7 @@ import os
 import random
 import re
 import socket
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,18 +54,13 @@ def vcpus(instance_type: str) -> int:
 
 def instance_groups(resource_config: dict) -> list[dict]:
     """Return a ResourceConfig's groups; a homogeneous job has one, with the name that AWS uses."""
-    return resource_config.get("InstanceGroups") or [
-        {
-            "InstanceGroupName": "homogeneousCluster",
-            "InstanceType": resource_config["InstanceType"],
-            "InstanceCount": resource_config["InstanceCount"],
-        }
-    ]
+    single = {"InstanceGroupName": "homogeneousCluster", **resource_config}
+    return resource_config.get("InstanceGroups") or [single]
 
 
-def total_vcpus(groups: list[dict]) -> int:
-    """Return the vCPUs of all instances of all groups."""
-    return sum(vcpus(group["InstanceType"]) * group["InstanceCount"] for group in groups)
+def total_vcpus(counts: Iterable[tuple[str, int]]) -> int:
+    """Return the vCPUs of all instances, of which `counts` has each type and their number."""
+    return sum(vcpus(instance_type) * count for instance_type, count in counts)
 
 
 def lock_job_number() -> tuple[int, socket.socket]:
@@ -77,7 +73,8 @@ def lock_job_number() -> tuple[int, socket.socket]:
         lock = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(OSError):
             lock.bind(f"\0local-sagemaker-job-{number}")
-            for port in range(base_port(number), base_port(number + 1)):
+            first = FIRST_PORT + number * PORTS_PER_JOB
+            for port in range(first, first + PORTS_PER_JOB):
                 with socket.socket() as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind(("", port))
@@ -86,17 +83,12 @@ def lock_job_number() -> tuple[int, socket.socket]:
     raise RuntimeError(f"All {JOBS_AT_ONCE} port ranges for local jobs are taken: stop some jobs.")
 
 
-def base_port(number: int) -> int:
-    """Return the first of the PORTS_PER_JOB ports of job `number`."""
-    return FIRST_PORT + number * PORTS_PER_JOB
-
-
 def share_of_cores(instance_type: str, scale_vcpus: int) -> int:
     """Return how many cores an instance gets, at least one, if all stand for `scale_vcpus`."""
     return max(1, len(os.sched_getaffinity(0)) * vcpus(instance_type) // scale_vcpus)
 
 
-def shuffled(things: list) -> list:
+def shuffled(things: Sequence) -> list:
     """Return `things` in a random order that does not depend on any seed."""
     return random.SystemRandom().sample(things, len(things))
 
@@ -108,25 +100,20 @@ def plan_hosts(groups: list[dict], scale_vcpus: int, number: int, folder: Path) 
     groups at random, as on AWS.
     """
     available = sorted(os.sched_getaffinity(0))
-    types = [
-        (g["InstanceGroupName"], g["InstanceType"])
-        for g in groups
-        for _ in range(g["InstanceCount"])
-    ]
-    names = shuffled([f"algo-{n + 1}" for n in range(len(types))])
-
-    load = dict.fromkeys(available, 0.0)
-    hosts = []
-    largest_first = sorted(zip(names, types, strict=True), key=lambda item: -vcpus(item[1][1]))
-    for name, (group, instance_type) in largest_first:
+    load, hosts = dict.fromkeys(available, 0.0), {}
+    places = [(g["InstanceType"], g) for g in groups for _ in range(g["InstanceCount"])]
+    places.sort(key=lambda place: -vcpus(place[0]))  # the largest first
+    order = shuffled(range(1, len(places) + 1))
+    for host_number, (instance_type, group) in zip(order, places, strict=True):
         share = share_of_cores(instance_type, scale_vcpus)
         cores = sorted(sorted(available, key=lambda core: (load[core], core))[:share])
         for core in cores:
             load[core] += vcpus(instance_type) / len(cores)
-        host_number = int(name.removeprefix("algo-"))
+        name, group_name = f"algo-{host_number}", group["InstanceGroupName"]
         address = f"127.{1 + number // 250}.{number % 250}.{host_number}"
-        hosts.append(Host(name, group, instance_type, address, tuple(cores), folder / name))
-    return sorted(hosts, key=lambda host: int(host.name.removeprefix("algo-")))
+        tree = folder / name
+        hosts[host_number] = Host(name, group_name, instance_type, address, tuple(cores), tree)
+    return [host for _, host in sorted(hosts.items())]
 
 
 def describe_plan(job_name: str, hosts: list[Host]) -> str:
@@ -137,12 +124,11 @@ def describe_plan(job_name: str, hosts: list[Host]) -> str:
         cores = ",".join(map(str, h.cores)) + " (also as GPU)" * bool(has_gpu)
         rows.append((h.name, h.group, h.instance_type, cores, h.address))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    lines = [f"{job_name} on this machine:", *("  " + "  ".join(row).rstrip() for row in table)]
+    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     types = collections.Counter(host.instance_type for host in hosts)
     needed = ", ".join(f"{count} {kind}" for kind, count in sorted(types.items()))
-    lines.append(f"On AWS, it needs quotas for training job usage: {needed}")
-    return "\n".join(lines)
+    quotas = f"On AWS, it needs quotas for training job usage: {needed}"
+    return "\n  ".join([f"{job_name} on this machine:", *table]) + "\n" + quotas
 
 
 def write_configuration(host: Host, hosts: list[Host], request: dict, python: Path) -> None:
@@ -184,7 +170,7 @@ def write_configuration(host: Host, hosts: list[Host], request: dict, python: Pa
     }
     for name, content in (
         ("resourceconfig", resource_config),
-        ("hyperparameters", request.get("HyperParameters") or {}),
+        ("hyperparameters", request.get("HyperParameters", {})),
         ("inputdataconfig", input_data_config),
     ):
         (host.opt_ml / "input" / "config" / f"{name}.json").write_text(json.dumps(content))
@@ -192,7 +178,7 @@ def write_configuration(host: Host, hosts: list[Host], request: dict, python: Pa
 
 def channels_of(host: Host, request: dict) -> list[dict]:
     """Return the channels of the job that this host's instance group gets."""
-    channels = request.get("InputDataConfig") or []
+    channels = request.get("InputDataConfig", [])
     groups = [c["DataSource"]["S3DataSource"].get("InstanceGroupNames") for c in channels]
     return [c for c, own in zip(channels, groups, strict=True) if not own or host.group in own]
 
@@ -203,23 +189,19 @@ def bucket_and_key(uri: str) -> tuple[str, str]:
     return bucket, key
 
 
-def own_paths(text: str, host: Host, *folders: str) -> str:
-    """Replace the folders of a container in `text` with those in the host's own tree."""
+def own_paths(text: str, host: Host, request: dict) -> str:
+    """Replace the folders of a container, such as /opt/ml, with those in the host's own tree."""
+    checkpoints = request.get("CheckpointConfig", {}).get("LocalPath", "").rstrip("/")
+    folders = "|".join(["/opt/ml", *[re.escape(checkpoints)] * checkpoints.startswith("/")])
     # A folder of that name in a URL or below another folder stays: s3://bucket/opt/ml.
-    before, names = r"(?<![\w.\-/}])|(?<=//)|(?<=\\[nrt])", "|".join(map(re.escape, folders))
-    return re.sub(rf"({before})({names})(?![\w-])", rf"{host.tree}\2", text)
-
-
-def with_own_paths(request: dict, host: Host) -> dict:
-    """Return the request with the host's own paths where the container would have /opt/ml."""
-    checkpoints = (request.get("CheckpointConfig") or {}).get("LocalPath", "").rstrip("/")
-    folders = ["/opt/ml", *[checkpoints] * checkpoints.startswith("/")]
-    return json.loads(own_paths(json.dumps(request, ensure_ascii=False), host, *folders))
+    before = r"(?<![\w.\-/}])|(?<=//)|(?<=\\[nrt])"
+    return re.sub(rf"({before})({folders})(?![\w-])", rf"{host.tree}\2", text)
 
 
 def environment(host: Host, hosts: list[Host], request: dict, number: int) -> dict[str, str]:
     """Return the environment of the host's PID 1: the job's variables, and none of the user's."""
-    local = {"addresses": {h.name: h.address for h in hosts}, "base_port": base_port(number)}
+    port = FIRST_PORT + number * PORTS_PER_JOB
+    local = {"addresses": {h.name: h.address for h in hosts}, "base_port": port}
     return {
         "PATH": f"{host.tree}/python/bin:/usr/local/bin:/usr/bin:/bin",
         # As in AWS's images: a Python program's lines reach the log as soon as they are printed.
@@ -228,7 +210,7 @@ def environment(host: Host, hosts: list[Host], request: dict, number: int) -> di
         "HOME": str(host.tree),
         "TMPDIR": str(host.tree / "tmp"),
         "AWS_EC2_METADATA_DISABLED": "true",  # boto3 must not use the machine's own credentials
-        **(request.get("Environment") or {}),
+        **request.get("Environment", {}),
         # In a job, pip may check its requirements, but not change the user's environment.
         "PIP_NO_INDEX": "1",
         "PIP_DRY_RUN": "1",  # for paths and URLs in requirements.txt, which need no index

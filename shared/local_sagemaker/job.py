@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -51,44 +50,47 @@ class Job(threading.Thread):
     `python` (the interpreter's folder) and `container` replace the image: see `session.start`.
     """
 
-    def __init__(
-        self, record, request: dict, region: str, scale: int, python: Path, container: list
-    ):
+    def __init__(self, record, request: dict, scale: int, python: Path, container: list):
         self.job_name = request["TrainingJobName"]
         super().__init__(name=f"local-sagemaker-{self.job_name}", daemon=True)
-        self.record, self.request, self.region = record, request, region
+        self.record, self.request = record, request
+        self.region, account = record.arn.split(":")[3:5]
         self.output = request["OutputDataConfig"]["S3OutputPath"].rstrip("/")
+        checkpoints = request.get("CheckpointConfig", {})
+        # With a slash, since run1 is also a prefix of run10/step.txt.
+        self.checkpoints = checkpoints.get("S3Uri", "").rstrip("/") + "/"
+        self.checkpoint_folder = checkpoints.get("LocalPath", "/opt/ml/checkpoints").lstrip("/")
         self.python, self.container = python, container
-        definitions = request["AlgorithmSpecification"].get("MetricDefinitions") or []
+        definitions = request["AlgorithmSpecification"].get("MetricDefinitions", [])
         self.metrics = [(d["Name"], re.compile(d["Regex"])) for d in definitions]
         record.algorithm_specification["MetricDefinitions"] = definitions
-        record.environment = request.get("Environment") or {}
-        record.retry_strategy = request.get("RetryStrategy")
+        record.environment = request.get("Environment", {})
         record.training_job_status = "InProgress"
-        record.model_artifacts = record.training_end_time = record.training_start_time = None
         record.secondary_status_transitions, record.final_metric_data_list = [], []
-        late = "failure_reason", "training_time_in_seconds", "billable_time_in_seconds"
+        late = "model_artifacts", "training_start_time", "training_end_time", "failure_reason"
+        late += "training_time_in_seconds", "billable_time_in_seconds"
         vars(record).update(dict.fromkeys(late))  # since describe calls iterate over them
         self.enter("Starting")
         # Guards the status and the pipe to the supervisor, which the user's thread uses as well.
         self.guard = threading.RLock()
         self.stop_asked = self.abandoned = self.planned = False
         # Created in the user's thread: boto3's default session is not thread-safe.
-        self.s3 = boto3.client("s3", region_name=region)
+        self.s3 = boto3.client("s3", region_name=self.region)
         # The backend, not a client, which takes longer for a line than a host takes to print it.
-        self.logs = logs_backends[record.arn.split(":")[4]][region]
+        self.logs = logs_backends[account][self.region]
         if LOG_GROUP not in self.logs.groups:
             self.logs.create_log_group(LOG_GROUP, {})
-        self.cloudwatch = boto3.client("cloudwatch", region_name=region)
-        self.synced: dict[tuple[str, str], tuple] = {}
+        self.cloudwatch = boto3.client("cloudwatch", region_name=self.region)
+        self.synced: dict[Path, tuple] = {}
 
         self.number, self.lock = cluster.lock_job_number()
         self.folder = Path(tempfile.mkdtemp(prefix="local-sagemaker-"))
         groups = cluster.instance_groups(request["ResourceConfig"])
         self.hosts = cluster.plan_hosts(groups, scale, self.number, self.folder)
         # What each host is told, with the host's own paths if there is no container.
+        text = json.dumps(request, ensure_ascii=False)
         self.told = {
-            host.name: request if container else cluster.with_own_paths(request, host)
+            host.name: request if container else json.loads(cluster.own_paths(text, host, request))
             for host in self.hosts
         }
         (self.folder / "events.jsonl").touch()
@@ -157,13 +159,10 @@ class Job(threading.Thread):
                 self.finish("Stopped", "Stopped")
             else:
                 traceback.print_exc()
-                reason = f"InternalServerError: local SageMaker: {error}"
-                self.finish("Failed", "Failed", reason)
+                self.finish("Failed", "Failed", f"InternalServerError: local SageMaker: {error}")
         finally:
             self.tell_supervisor("quit")
-            self.supervisor.stdin.close()
-            self.supervisor.stderr.close()
-            self.supervisor.wait()
+            self.supervisor.communicate()
             for host in self.hosts:
                 supervisor.kill_container(str(host.opt_ml))  # in case the supervisor was killed
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -180,7 +179,7 @@ class Job(threading.Thread):
             raise JobFailed(f"ClientError: S3OutputPath has no bucket: {error}") from error
         try:
             self._download()
-        except ClientError as error:
+        except (ClientError, FileExistsError, NotADirectoryError) as error:
             raise JobFailed(f"ClientError: Data download failed: {error}") from error
         with self.guard:
             if self.stop_asked:
@@ -203,10 +202,10 @@ class Job(threading.Thread):
 
     def _plan(self) -> dict:
         """Return the plan that the supervisor runs."""
-        condition = self.request.get("StoppingCondition") or {}
+        condition = {"MaxRuntimeInSeconds": DEFAULT_MAX_RUNTIME}
+        condition |= self.request.get("StoppingCondition", {})
         return {
-            "max_runtime_seconds": condition.get("MaxRuntimeInSeconds", DEFAULT_MAX_RUNTIME),
-            "supervisor_cores": sorted(os.sched_getaffinity(0)),
+            "max_runtime_seconds": condition["MaxRuntimeInSeconds"],
             "hosts": [self._host_plan(host, self.told[host.name]) for host in self.hosts],
         }
 
@@ -233,14 +232,22 @@ class Job(threading.Thread):
                 target = host.opt_ml / "input" / "data" / channel["ChannelName"]
                 self._copy_from_s3(channel["DataSource"]["S3DataSource"]["S3Uri"], target)
                 if channel["ChannelName"] == "sm_drivers" and not self.container:
-                    for path in filter(Path.is_file, target.rglob("*")):
-                        if b"\0" not in path.read_bytes():  # skip binary files
-                            path.write_text(cluster.own_paths(path.read_text(), host, "/opt/ml"))
-            if checkpoints := self.request.get("CheckpointConfig"):
-                target = self._checkpoint_folder(host)
+                    self._adapt_drivers(target, host)
+            if self.checkpoints != "/":
+                target = host.tree / self.checkpoint_folder
                 target.mkdir(parents=True, exist_ok=True)
-                # Not those of a neighbor: run1 is also a prefix of run10/step.txt.
-                self._copy_from_s3(checkpoints["S3Uri"].rstrip("/") + "/", target)
+                self._copy_from_s3(self.checkpoints, target)
+
+    def _adapt_drivers(self, drivers: Path, host: cluster.Host) -> None:
+        """Let the SDK's scripts find the host's own /opt/ml; refuse what they cannot do here."""
+        for path in filter(Path.is_file, drivers.rglob("*")):
+            if b"\0" not in path.read_bytes():  # skip binary files
+                text = path.read_text(errors="surrogateescape")
+                if path.name == "distributed.json" and json.loads(text) and len(self.hosts) > 1:
+                    why = "names of hosts do not resolve here, so `distributed=` needs one instance"
+                    raise JobFailed(f"ClientError: local SageMaker: {why}")
+                text = cluster.own_paths(text, host, self.request)
+                path.write_text(text, errors="surrogateescape")
 
     def _copy_from_s3(self, uri: str, target: Path) -> None:
         """Copy all objects under the prefix `uri`, with the file names that SageMaker uses."""
@@ -256,20 +263,20 @@ class Job(threading.Thread):
 
     def _follow(self) -> dict:
         """Forward the hosts' output and CPU use to CloudWatch; return the job's end event."""
-        started, streams = int(time.time()), {}
-        for host in self.hosts:
-            streams[host.name] = name = f"{self.job_name}/{host.name}-{started}"
-            self.logs.create_log_stream(LOG_GROUP, name)
+        now = int(time.time())
+        streams = {host.name: f"{self.job_name}/{host.name}-{now}" for host in self.hosts}
+        for stream in streams.values():
+            self.logs.create_log_stream(LOG_GROUP, stream)
         next_sync = time.monotonic() + SYNC_CHECKPOINTS_SECONDS
         for batch in self._event_batches():
-            for host in self.hosts:
+            for host, stream in streams.items():
                 lines = [
                     {"timestamp": int(event["time"] * 1000), "message": event["log"] or " "}
                     for event in batch
-                    if event.get("host") == host.name and "log" in event
+                    if event.get("host") == host and "log" in event
                 ]
                 if lines:
-                    self.logs.put_log_events(LOG_GROUP, streams[host.name], lines)
+                    self.logs.put_log_events(LOG_GROUP, stream, lines)
             self._put_metrics(batch)
             if batch and "end" in batch[-1]:
                 return batch[-1]
@@ -293,6 +300,7 @@ class Job(threading.Thread):
 
     def _put_metrics(self, events: list[dict]) -> None:
         data, final = [], {m["MetricName"]: m for m in self.record.final_metric_data_list}
+        job = {"Name": "TrainingJobName", "Value": self.job_name}
         for event in events:
             if "cpu_utilization" in event:
                 host = {"Name": "Host", "Value": f"{self.job_name}/{event['host']}"}
@@ -300,11 +308,10 @@ class Job(threading.Thread):
                 value, since = event["cpu_utilization"], event["since"]
                 data.append({**_metric("CPUUtilization", value, since), "Dimensions": [host]})
             for name, regex in self.metrics:
-                match = regex.search(event.get("log", ""))
-                if match and math.isfinite(value := _number(match.group(1))):
-                    final[name] = _metric(name, value, event["time"])
-                    job = {"Name": "TrainingJobName", "Value": self.job_name}
-                    data.append({**final[name], "Dimensions": [job]})
+                if match := regex.search(event.get("log", "")):
+                    with contextlib.suppress(TypeError, ValueError):  # it found no number
+                        final[name] = _metric(name, float(match.group(1)), event["time"])
+                        data.append({**final[name], "Dimensions": [job]})
         self.record.final_metric_data_list = list(final.values())
         if data:
             self.cloudwatch.put_metric_data(Namespace=METRIC_NAMESPACE, MetricData=data)
@@ -314,33 +321,21 @@ class Job(threading.Thread):
         # first, or another host's if the first one has none.
         hosts = sorted(self.hosts, key=lambda host: host.name != end["failed_host"])
         files = [host.opt_ml / "output" / "failure" for host in hosts]
-        texts = [path.read_text(errors="replace").strip() for path in files if path.exists()]
-        text = next(filter(None, texts), "")
-        return f"AlgorithmError: {text}, exit code: {end['exit_code']}"
-
-    def _checkpoint_folder(self, host: cluster.Host) -> Path:
-        """Return the host's folder for checkpoints: LocalPath, by default /opt/ml/checkpoints."""
-        path = self.request["CheckpointConfig"].get("LocalPath", "/opt/ml/checkpoints")
-        return host.tree / path.lstrip("/")
+        texts = [path.read_text(errors="replace").strip() for path in files if path.is_file()]
+        return f"AlgorithmError: {next(filter(None, texts), '')}, exit code: {end['exit_code']}"
 
     def _sync_checkpoints(self) -> None:
         """Copy new and changed checkpoint files of every host to S3."""
-        if not self.request.get("CheckpointConfig"):
-            return
-        bucket, prefix = cluster.bucket_and_key(self.request["CheckpointConfig"]["S3Uri"])
-        for host in self.hosts:
-            folder = self._checkpoint_folder(host)
+        bucket, prefix = cluster.bucket_and_key(self.checkpoints)
+        for host in self.hosts if bucket else ():
+            folder = host.tree / self.checkpoint_folder
             for path in filter(Path.is_file, sorted(folder.rglob("*"))):
-                try:
-                    state = (path.stat().st_mtime_ns, path.stat().st_size)
-                    name = str(path.relative_to(folder))
-                    if self.synced.get((host.name, name)) == state:
-                        continue
-                    key = f"{prefix.rstrip('/')}/{name}" if prefix else name
-                    self.s3.upload_file(str(path), bucket, key)
-                except FileNotFoundError:
-                    continue  # the file has just been replaced: the next sync copies it
-                self.synced[host.name, name] = state
+                with contextlib.suppress(FileNotFoundError):  # just replaced: the next sync has it
+                    state = path.stat().st_mtime_ns, path.stat().st_size
+                    if self.synced.get(path) != state:
+                        key = f"{prefix}{path.relative_to(folder)}"
+                        self.s3.upload_file(str(path), bucket, key)
+                        self.synced[path] = state
 
     def _upload(self) -> None:
         """Upload the model and /opt/ml/output/data to where AWS puts them, compressed or not.
@@ -348,35 +343,29 @@ class Job(threading.Thread):
         Source of output.tar.gz: the SDK's ModelTrainer.output_data. AWS does not document where
         output/data is if it is not compressed.
         """
+        output = f"{self.output}/{self.job_name}/output/"
+        bucket, prefix = cluster.bucket_and_key(output)
         compressed = self.request["OutputDataConfig"].get("CompressionType") != "NONE"
         for folder, archive_name in (("model", "model.tar.gz"), ("output/data", "output.tar.gz")):
-            bucket, prefix = cluster.bucket_and_key(f"{self.output}/{self.job_name}/output/")
             files = {}
             for host in self.hosts:
                 root = host.opt_ml / folder
                 for path in filter(Path.is_file, root.rglob("*")):
-                    files.setdefault(str(path.relative_to(root)), path)
+                    files.setdefault(f"{root.name}/{path.relative_to(root)}", path)
             if compressed:
                 archive = self.folder / archive_name
                 with tarfile.open(archive, mode="w:gz") as tar:
                     for name, path in sorted(files.items()):
-                        tar.add(path, name)
+                        tar.add(path, name.partition("/")[2])
                 files = {archive_name: archive}
-            folder = "" if compressed else Path(folder).name + "/"
             for name, path in files.items():
-                self.s3.upload_file(str(path), bucket, prefix + folder + name)
-        model = f"{self.output}/{self.job_name}/output/model" + (".tar.gz" if compressed else "/")
+                self.s3.upload_file(str(path), bucket, prefix + name)
+        model = output + ("model.tar.gz" if compressed else "model/")
         self.record.model_artifacts = {"S3ModelArtifacts": model}
 
 
 def _metric(name: str, value: float, seconds: float) -> dict:
+    if not math.isfinite(value):
+        raise ValueError("CloudWatch takes no such value.")
     when = datetime.fromtimestamp(seconds, timezone.utc)
     return {"MetricName": name, "Value": value, "Timestamp": when}
-
-
-def _number(text: str | None) -> float:
-    """Convert what a metric's regular expression found; it may be no number, or nothing."""
-    try:
-        return float(text)
-    except (TypeError, ValueError):
-        return math.nan

@@ -4,10 +4,6 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-OPERATIONS = [
-    *("CreateTrainingJob", "DescribeTrainingJob", "ListTrainingJobs", "StopTrainingJob"),
-    *("AddTags", "ListTags", "DeleteTags"),
-]
 # Members of CreateTrainingJob, by the structure that they are in.
 SOURCE = "InputDataConfig.DataSource.S3DataSource"
 AS_ON_AWS = {
@@ -20,9 +16,8 @@ AS_ON_AWS = {
     "StoppingCondition": ["MaxRuntimeInSeconds"],
 }
 WITHOUT_EFFECT = {
-    "": ["RoleArn", "VpcConfig", "RetryStrategy", "ExperimentConfig"]
-    + ["EnableManagedSpotTraining", "EnableNetworkIsolation"]
-    + ["EnableInterContainerTrafficEncryption"]
+    "": ["RoleArn", "VpcConfig", "RetryStrategy", "ExperimentConfig", "EnableNetworkIsolation"]
+    + ["EnableManagedSpotTraining", "EnableInterContainerTrafficEncryption"]
     + ["DebugHookConfig", "ProfilerConfig"],  # SDK v2 adds them to each request
     "AlgorithmSpecification": ["TrainingImage", "EnableSageMakerMetricsTimeSeries"],
     "OutputDataConfig": ["KmsKeyId"],
@@ -40,7 +35,7 @@ ONLY = {
 
 def refusals(request: dict) -> Iterator[str]:
     """Yield why this machine cannot run a CreateTrainingJob as it asks, if it cannot."""
-    for name, value in (request.get("HyperParameters") or {}).items():
+    for name, value in (request.get("HyperParameters", {})).items():
         if "'" in value:
             yield (
                 f"Hyperparameter {name!r} has an apostrophe: AWS would accept it, but the SDK's "
@@ -52,7 +47,7 @@ def refusals(request: dict) -> Iterator[str]:
             "The local SageMaker runs no container image: give the job a ContainerEntrypoint, "
             "as the SDK's ModelTrainer does when it has a source_code."
         )
-    for definition in specification.get("MetricDefinitions") or []:
+    for definition in specification.get("MetricDefinitions", []):
         name, regex = definition["Name"], definition["Regex"]
         try:
             if re.compile(regex).groups < 1:

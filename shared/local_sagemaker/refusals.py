@@ -9,35 +9,33 @@ from collections.abc import Iterator
 import boto3
 from botocore.exceptions import ClientError
 from moto.sagemaker.exceptions import AWSValidationException, ResourceInUseException
+from moto.sagemaker.models import FakeTrainingJob
 
 from . import cluster, parts
 
 DEFAULT_MAX_RUNTIME, LONGEST_MAX_RUNTIME = 86_400, 28 * 86_400  # seconds
 
 
-def check(request: dict, arn_of_existing_job: str | None) -> None:
+def check(request: dict, existing_job: FakeTrainingJob | None) -> None:
     """Raise the error that CreateTrainingJob returns, if any."""
-    if arn_of_existing_job:
+    if existing_job:
         raise ResourceInUseException(
             "Training job names must be unique within an AWS account and region, "
-            f"and a training job with this name already exists ({arn_of_existing_job})"
+            f"and a training job with this name already exists ({existing_job.arn})"
         )
-    rules = parts.unsupported, _settings, _channels, parts.refusals, _objects
-    whys = (why for rule in rules for why in rule(request))
     try:
-        why = next(whys, None)
+        for rule in (parts.unsupported, _settings, _channels, parts.refusals, _objects):
+            for why in rule(request):
+                raise AWSValidationException(why)
     except ValueError as error:  # the model has instance types that EC2 has retired
-        why = str(error)
-    if why:
-        raise AWSValidationException(why)
+        raise AWSValidationException(str(error)) from error
 
 
 def _settings(request: dict) -> Iterator[str]:
-    specification = request.get("AlgorithmSpecification") or {}
-    if bool(specification.get("TrainingImage")) == bool(specification.get("AlgorithmName")):
+    if not request.get("AlgorithmSpecification", {}).get("TrainingImage"):
         yield "AlgorithmSpecification needs either a TrainingImage or an AlgorithmName."
-    yield from _unique("Tag keys", [tag["Key"] for tag in request.get("Tags") or []])
-    condition = request.get("StoppingCondition") or {}
+    yield from _unique("Tag keys", [tag["Key"] for tag in request.get("Tags", [])])
+    condition = request.get("StoppingCondition", {})
     spot = request.get("EnableManagedSpotTraining")
     limit = condition.get("MaxRuntimeInSeconds", DEFAULT_MAX_RUNTIME)
     wait = condition.get("MaxWaitTimeInSeconds", 0)
@@ -48,15 +46,14 @@ def _settings(request: dict) -> Iterator[str]:
         yield invalid + "is only supported when EnableManagedSpotTraining is set to true"
     if spot and wait < limit:
         yield invalid + "must be present and be greater than or equal to MaxRuntimeInSeconds"
-    config = request.get("ResourceConfig") or {}
+    config = request.get("ResourceConfig", {})
     groups, single = config.get("InstanceGroups"), {"InstanceType", "InstanceCount"} & {*config}
     if groups and single:
         yield "InstanceType or InstanceCount cannot be specified with InstanceGroups"
     if not groups and len(single) < 2:
         yield "ResourceConfig needs InstanceType and InstanceCount, or InstanceGroups."
-    yield from _unique(
-        "Instance group names", [group["InstanceGroupName"] for group in groups or []]
-    )
+    names = [group["InstanceGroupName"] for group in groups or []]
+    yield from _unique("Instance group names", names)
     for group in cluster.instance_groups(config):
         name, kind = group["InstanceGroupName"], group["InstanceType"]
         if group["InstanceCount"] < 1:
@@ -69,16 +66,15 @@ def _settings(request: dict) -> Iterator[str]:
 
 
 def _channels(request: dict) -> Iterator[str]:
-    channels = request.get("InputDataConfig") or []
-    groups = [g["InstanceGroupName"] for g in request["ResourceConfig"].get("InstanceGroups") or []]
+    channels = request.get("InputDataConfig", [])
+    groups = [g["InstanceGroupName"] for g in request["ResourceConfig"].get("InstanceGroups", [])]
     yield from _unique("Channel names", [channel["ChannelName"] for channel in channels])
-    given = {channel["ChannelName"]: channel["DataSource"] for channel in channels}
-    s3 = {name: source.get("S3DataSource") or {} for name, source in given.items()}
-    own = {name: source.get("InstanceGroupNames") or [] for name, source in s3.items()}
+    sources = {c["ChannelName"]: c["DataSource"].get("S3DataSource", {}) for c in channels}
+    own = {name: source.get("InstanceGroupNames", []) for name, source in sources.items()}
     for name, assigned in own.items():
         if not name.strip("."):
             yield f"The channel name {name!r} is not a folder of its own."
-        if not given[name]:
+        if not sources[name]:
             yield f"Channel {name!r} has no data source."
         if unknown := [group for group in assigned if group not in groups]:
             yield f"Channel {name!r} is assigned to {unknown}, but the groups are {groups}."
@@ -90,7 +86,7 @@ def _channels(request: dict) -> Iterator[str]:
 
 def _objects(request: dict) -> Iterator[str]:
     s3, role = boto3.client("s3"), request["RoleArn"]
-    for channel in request.get("InputDataConfig") or []:
+    for channel in request.get("InputDataConfig", []):
         uri = channel["DataSource"]["S3DataSource"]["S3Uri"]
         bucket, prefix = cluster.bucket_and_key(uri)
         try:

@@ -6,9 +6,9 @@ import json
 import operator
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import boto3
@@ -19,18 +19,17 @@ from moto.core.botocore_stubber import BotocoreStubber
 from moto.core.exceptions import ServiceException
 from moto.core.models import botocore_stubber
 from moto.core.responses import ActionResult
-from moto.core.utils import camelcase_to_underscores, get_service_model
+from moto.core.utils import get_service_model
 from moto.iam.responses import IamResponse
 from moto.sagemaker.exceptions import ValidationError
-from moto.sagemaker.models import SageMakerModelBackend
+from moto.sagemaker.models import FakeTrainingJob
 from moto.sagemaker.responses import SageMakerResponse
 
-from . import cluster, model, parts, refusals
+from . import cluster, model, refusals
 from .isolation import set_aside
 from .job import Job
 
-ROLE_NAME = "LocalSageMakerRole"
-OWN_PYTHON = Path(sys.executable).parent
+ROLE = "LocalSageMakerRole"
 # A socket's path can have at most 107 characters. Python creates sockets for worker processes and
 # shared memory in a host's temporary folder; this is the longest path below TMPDIR.
 SOCKET = "/local-sagemaker-12345678/algo-10/tmp/pymp-12345678/listener-12345678"
@@ -42,9 +41,9 @@ class LocalSageMaker(contextlib.AbstractContextManager):
     """The session that `start()` returns; `role` is the ARN of an execution role."""
 
     def __init__(self, largest_cluster: dict[str, int] | None, images=None, container=()):
-        self.scale_vcpus = _vcpus_of(largest_cluster)
+        self.scale_vcpus = cluster.total_vcpus((largest_cluster or {}).items())
         self.images, self.container = dict(images or {}), list(container)
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, Job] = {}  # by their ARNs
         self.started_again = 0
         self.role = ""
         self._undo = contextlib.ExitStack()
@@ -77,61 +76,77 @@ class LocalSageMaker(contextlib.AbstractContextManager):
             session.unregister("before-send", botocore_stubber)  # otherwise it answers twice
             session.register("before-send", botocore_stubber)
         self._undo.enter_context(moto.mock_aws())
-        create, answer = SageMakerResponse.create_training_job, SageMakerResponse.call_action
         for owner, name, method in (
-            (SageMakerResponse, "create_training_job", lambda r: self._create(r, create)),
-            (SageMakerResponse, "stop_training_job", lambda r: self._stop(r)),
-            (SageMakerResponse, "list_training_jobs", list_jobs),
-            (SageMakerResponse, "call_action", lambda r: answer_if_valid(r, answer)),
+            (SageMakerResponse, "call_action", lambda response: self._answer(response)),
             (IamResponse, "simulate_principal_policy", allow_everything),
         ):
             self._undo.enter_context(mock.patch.object(owner, name, method, create=True))
-        self.role = create_role()
+        allowed = {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}}
+        trust = json.dumps({"Statement": [{**allowed, "Action": "sts:AssumeRole"}]})
+        role = boto3.client("iam").create_role(RoleName=ROLE, AssumeRolePolicyDocument=trust)
+        self.role = role["Role"]["Arn"]
 
-    def _create(self, response: SageMakerResponse, create: Callable) -> ActionResult:
-        request = json.loads(response.body)
-        name, backend = request["TrainingJobName"], response.sagemaker_backend
-        existing = backend.training_jobs.get(name)
-        refusals.check(request, existing.arn if existing else None)
-        vcpus = cluster.total_vcpus(cluster.instance_groups(request["ResourceConfig"]))
-        if vcpus > self.scale_vcpus:
-            if self.scale_vcpus:
-                print(
-                    f"{name} has more vCPUs ({vcpus}) than earlier jobs ({self.scale_vcpus}): its "
-                    "times cannot be compared with theirs. To compare, name the largest cluster at "
-                    'the start: local_sagemaker.start(largest_cluster={"ml.c5.9xlarge": 1, ...}).'
-                )
-            self.scale_vcpus = vcpus
-        result = create(response)
+    def _answer(self, response: SageMakerResponse) -> tuple:
+        """Answer a request to SageMaker, with an error if AWS, or this machine, refuses it."""
+        name, request = response._get_action(), json.loads(response.body)
+        answers = {
+            "CreateTrainingJob": self._create,
+            "DescribeTrainingJob": lambda *asked: find_job(*asked).response_object,
+            "StopTrainingJob": self._stop,
+            "ListTrainingJobs": list_jobs,
+            "ListTags": lambda *asked: {"Tags": find_job(*asked).tags},
+        }
+        try:
+            if name not in answers:
+                known = ", ".join(answers)
+                raise ValidationError(f"The local SageMaker does not do {name}. It does {known}.")
+            model.check(get_service_model("sagemaker").operation_model(name), request)
+            result = answers[name](response, request)
+        except ServiceException as error:
+            result = error
+        status, headers, body = response.serialized(ActionResult(result))
+        return status, *response._enrich_response(headers, body)
+
+    def _create(self, response: SageMakerResponse, request: dict) -> dict:
+        name, records = request["TrainingJobName"], response.sagemaker_backend.training_jobs
+        refusals.check(request, records.get(name))
+        groups = cluster.instance_groups(request["ResourceConfig"])
+        vcpus = cluster.total_vcpus((g["InstanceType"], g["InstanceCount"]) for g in groups)
+        scale = max(self.scale_vcpus, vcpus)
+        response.create_training_job()
         try:
             image = request["AlgorithmSpecification"].get("TrainingImage")
-            python = Path(self.images[image], "bin") if image in self.images else OWN_PYTHON
-            record, scale = backend.training_jobs[name], self.scale_vcpus
-            job = Job(record, request, response.region, scale, python, self.container)
+            python = Path(self.images.get(image, sys.prefix), "bin")
+            job = Job(records[name], request, scale, python, self.container)
         except BaseException:
-            del backend.training_jobs[name]  # moto has recorded it as Completed
+            del records[name]  # moto has recorded it as Completed
             raise
+        if self.scale_vcpus not in (0, scale):
+            print(
+                f"{name} has more vCPUs ({scale}) than earlier jobs ({self.scale_vcpus}): its "
+                "times cannot be compared with theirs. To compare, name the largest cluster at "
+                'the start: local_sagemaker.start(largest_cluster={"ml.c5.9xlarge": 1, ...}).'
+            )
+        self.scale_vcpus = scale
         print(cluster.describe_plan(name, job.hosts))
         default = request["AlgorithmSpecification"]["TrainingInputMode"]
-        for channel in request.get("InputDataConfig") or []:
+        for channel in request.get("InputDataConfig", []):
             if channel.get("InputMode", default) == "FastFile":
                 print(
                     f"FastFile channel {channel['ChannelName']}: here, its files are downloaded "
                     "before the job starts. AWS reads them from S3 when they are used, read-only."
                 )
-        self.jobs[name] = job
+        self.jobs[job.record.arn] = job
         job.start()
-        return result
+        return {"TrainingJobArn": job.record.arn}
 
-    def _stop(self, response: SageMakerResponse) -> ActionResult:
-        name = json.loads(response.body)["TrainingJobName"]
-        if name not in self.jobs:
-            raise ValidationError(f"Requested resource not found: no training job {name!r}.")
-        if not self.jobs[name].stop():
-            status = self.jobs[name].record.training_job_status
+    def _stop(self, response: SageMakerResponse, request: dict) -> dict:
+        record = find_job(response, request)
+        if not self.jobs[record.arn].stop():
+            status = record.training_job_status
             why = f"The request was rejected because the training job is in status {status}."
             raise ValidationError(why)
-        return ActionResult({})
+        return {}
 
 
 def start(
@@ -162,7 +177,7 @@ def start(
         if not Path(environment, "bin", "python").exists():
             raise ValueError(f"The environment for {image}, {environment}, has no bin/python.")
     if _active is not None:
-        scale_vcpus = _vcpus_of(largest_cluster) or _active.scale_vcpus
+        scale_vcpus = cluster.total_vcpus((largest_cluster or {}).items()) or _active.scale_vcpus
         if _active.jobs and scale_vcpus != _active.scale_vcpus:
             raise RuntimeError(
                 "Jobs have already run with another largest cluster, so later ones could not be "
@@ -179,8 +194,7 @@ def start(
             f"create in it: set TMPDIR to a path of at most {LONGEST_TMPDIR} characters."
         )
     guarded = BotocoreStubber.__call__ is _answer_or_refuse  # an earlier session set this
-    clients = [] if guarded else _instances(botocore.client.BaseClient)
-    if clients:
+    if not guarded and (clients := _instances(botocore.client.BaseClient)):
         raise RuntimeError(
             f"This process already has AWS clients ({clients[0].meta.service_model.service_name}, "
             "...), which would still reach AWS. Restart the kernel, and call "
@@ -194,11 +208,6 @@ def start(
         raise
     _active = session
     return session
-
-
-def _vcpus_of(instances: dict[str, int] | None) -> int:
-    groups = [{"InstanceType": t, "InstanceCount": n} for t, n in (instances or {}).items()]
-    return cluster.total_vcpus(groups)
 
 
 def _instances(kind: type) -> list:
@@ -223,35 +232,38 @@ def _answer_or_refuse(stubber: BotocoreStubber, event_name: str, request, **kwar
     return answer
 
 
-def answer_if_valid(response: SageMakerResponse, answer: Callable) -> tuple:
-    """Let moto answer a request unless AWS, or this machine, would refuse it."""
-    name, request = response._get_action(), json.loads(response.body)
-    try:
-        if name not in parts.OPERATIONS:
-            known = ", ".join(parts.OPERATIONS)
-            raise ValidationError(f"The local SageMaker does not do {name}. It does {known}.")
-        model.check(get_service_model("sagemaker").operation_model(name), request)
-        jobs = list(response.sagemaker_backend.training_jobs.values())
-        if "ResourceArn" in request and request["ResourceArn"] not in [job.arn for job in jobs]:
-            raise ValidationError("Resource does not exist.")
-    except ServiceException as error:
-        return response.serialized(ActionResult(error))
-    return answer(response)
+def find_job(response: SageMakerResponse, request: dict) -> FakeTrainingJob:
+    """Return moto's record of the job that a request names; raise AWS's error if there is none."""
+    name = request.get("TrainingJobName") or request["ResourceArn"].rpartition("/")[2]
+    job = response.sagemaker_backend.training_jobs.get(name)
+    if job and request.get("ResourceArn", job.arn) == job.arn:
+        return job
+    raise ValidationError("Requested resource not found.")
 
 
-def list_jobs(response: SageMakerResponse) -> ActionResult:
-    """List the jobs sorted as the request asks; moto takes them as they are in its dictionary."""
+def list_jobs(response: SageMakerResponse, request: dict) -> dict:
+    """List the jobs as the request asks; moto does not sort, and filters after it has counted."""
+    ask, past, future = response._get_param, datetime.min, datetime.max
+    jobs = [
+        job
+        for job in list(response.sagemaker_backend.training_jobs.values())
+        if ask("NameContains", "") in job.training_job_name
+        and ask("StatusEquals") in (None, job.training_job_status)
+        and ask("CreationTimeAfter", past) < job.creation_time
+        and ask("CreationTimeBefore", future) > job.creation_time
+        and ask("LastModifiedTimeAfter", past) < job.last_modified_time
+        and ask("LastModifiedTimeBefore", future) > job.last_modified_time
+        and not {"WarmPoolStatusEquals", "TrainingPlanArnEquals"} & {*request}  # no job has them
+    ]
     by = {"Name": "training_job_name", "Status": "training_job_status"}
-    key = operator.attrgetter(by.get(response._get_param("SortBy"), "creation_time"))
-    descending = response._get_param("SortOrder") == "Descending"
-    jobs = sorted(response.sagemaker_backend.training_jobs.values(), key=key, reverse=descending)
-    filters = "CreationTimeAfter CreationTimeBefore LastModifiedTimeAfter LastModifiedTimeBefore"
-    names = ["NextToken", "MaxResults", "NameContains", "StatusEquals", *filters.split()]
-    listed = SageMakerModelBackend.list_training_jobs(
-        SimpleNamespace(training_jobs={job.training_job_name: job for job in jobs}),
-        **{camelcase_to_underscores(name): response._get_param(name) for name in names},
-    )
-    return ActionResult(listed)
+    key = operator.attrgetter(by.get(ask("SortBy"), "creation_time"))
+    jobs.sort(key=key, reverse=ask("SortOrder") == "Descending")
+    if not (token := ask("NextToken", "0")).isdecimal():
+        raise ValidationError("Invalid NextToken: use that of the previous page.")
+    end = int(token) + ask("MaxResults", 100)
+    page = [job.response_object for job in jobs[int(token) : end]]
+    more = str(end) if jobs[end:] else None
+    return {"TrainingJobSummaries": page, "NextToken": more}
 
 
 def allow_everything(response: IamResponse) -> ActionResult:
@@ -259,13 +271,3 @@ def allow_everything(response: IamResponse) -> ActionResult:
     actions = response._get_param("ActionNames")
     results = [{"EvalActionName": action, "EvalDecision": "allowed"} for action in actions]
     return ActionResult({"EvaluationResults": results, "IsTruncated": False})
-
-
-def create_role() -> str:
-    """Create an execution role that SageMaker may assume; return its ARN."""
-    service = {"Service": "sagemaker.amazonaws.com"}
-    statement = {"Effect": "Allow", "Principal": service, "Action": "sts:AssumeRole"}
-    trust = {"Version": "2012-10-17", "Statement": [statement]}
-    iam = boto3.client("iam")
-    role = iam.create_role(RoleName=ROLE_NAME, AssumeRolePolicyDocument=json.dumps(trust))
-    return role["Role"]["Arn"]

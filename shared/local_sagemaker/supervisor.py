@@ -1,13 +1,10 @@
 """Run the hosts of one training job as processes on this machine, and clean up afterwards.
 
-The supervisor is a separate process, so that it can end the job when the notebook kernel ends or
-crashes. It reads lines from standard input, which the kernel keeps open: the job's folder, then the
-plan (JSON), later `stop` for StopTrainingJob, and `quit` when the kernel has collected the job's
-files. On `quit`, at the end of the input, or when the kernel is gone, it kills every host and
-removes the folder.
-
-It writes events to `<folder>/events.jsonl`, one JSON object a line, for the kernel to read: a busy
-kernel must not block a host that prints.
+As a separate process, it can end the job when the notebook kernel ends or crashes. It reads lines
+from standard input, which the kernel keeps open: the job's folder, the plan (JSON), `stop` for
+StopTrainingJob, and `quit` when the kernel has collected the job's files. On `quit`, at the end of
+the input, or when the kernel is gone, it kills every host and removes the folder. It writes events
+to `<folder>/events.jsonl`, one JSON object a line: a busy kernel must not block a host that prints.
 
 It follows SageMaker's rules as they appear from inside a container:
 - Only PID 1 of a container gets SIGTERM, and Linux drops the signal if PID 1 has no handler for it.
@@ -19,7 +16,6 @@ It follows SageMaker's rules as they appear from inside a container:
 
 import contextlib
 import ctypes
-import io
 import json
 import os
 import select
@@ -40,6 +36,7 @@ OTHERS = "other programs"  # the "host" that stands for the machine's other prog
 SECONDS_TO_DRAIN = 2.0
 LONGEST_LINE = 262_144 - 26  # bytes; a longer line becomes several events of CloudWatch
 COMMAND_NOT_FOUND = 127  # the exit status that shells and container runtimes use for this
+END = b"."  # marks the end of the data, so that `splitlines` shows an unfinished line
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -60,20 +57,13 @@ class RunningHost:
     cpu_sampled_at: float = field(default_factory=time.monotonic)
 
 
-class Kernel:
-    """The notebook kernel, which writes to our standard input."""
-
-    def __init__(self):
-        self.pid = os.getppid()
-        self.pipe = io.FileIO(0)  # unbuffered, so that `select` sees every line
-
-    def next_line(self) -> bytes:
-        """Wait for a line and return it; return b"quit" if there will be none."""
-        # A process that the kernel forked may keep the pipe open after the kernel's end.
-        while os.getppid() == self.pid:
-            if select.select([self.pipe], [], [], 0.2)[0]:
-                return self.pipe.readline().strip() or b"quit"
-        return b"quit"
+def next_line(kernel: int) -> bytes:
+    """Wait for the kernel's next line and return it; return b"quit" if there will be none."""
+    # A process that the kernel forked may keep the pipe open after the kernel's end.
+    while os.getppid() == kernel:
+        if select.select([sys.stdin], [], [], 0.2)[0]:
+            return sys.stdin.buffer.raw.readline().strip() or b"quit"  # `select` sees every line
+    return b"quit"
 
 
 def write(file: TextIO, *events: dict) -> None:
@@ -111,18 +101,14 @@ def read_output(host: RunningHost, events: TextIO) -> None:
     """Write one event for each line that the host has printed; notice when its output ends."""
     data = os.read(host.process.stdout.fileno(), 1 << 16)
     host.output_open = bool(data)
-    # Progress bars, such as tqdm's, print `\r` at each update.
-    first, *lines = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-    *lines, host.unfinished_line = [host.unfinished_line + first, *lines]
-    texts = []
-    if host.unfinished_line and (not data or len(host.unfinished_line) > LONGEST_LINE):
-        lines.append(host.unfinished_line)
-        host.unfinished_line = b""
-    for line in lines:
-        for start in range(0, max(1, len(line)), LONGEST_LINE):
-            text = line[start : start + LONGEST_LINE].decode("utf-8", "replace")
-            texts.append({"host": host.name, "log": text})
-    write(events, *texts)
+    # At \r, too, which progress bars, such as tqdm's, print at each update.
+    *lines, rest = (host.unfinished_line + data + END).splitlines()
+    if rest != END and (not data or len(rest) > LONGEST_LINE):
+        lines, rest = [*lines, rest.removesuffix(END)], END
+    host.unfinished_line = rest.removesuffix(END)
+    cuts = [(line, i) for line in lines for i in range(0, max(1, len(line)), LONGEST_LINE)]
+    texts = [line[i : i + LONGEST_LINE].decode("utf-8", "replace") for line, i in cuts]
+    write(events, *({"host": host.name, "log": text} for text in texts))
 
 
 def kill_container(base_dir: str) -> None:
@@ -157,34 +143,32 @@ def sample_cpu(host: RunningHost, events: TextIO) -> None:
     try:
         root = psutil.Process(host.process.pid)
         for process in [root, *root.children(recursive=True)]:
-            times = process.cpu_times()
-            seconds += times.user + times.system + times.children_user + times.children_system
+            seconds += sum(process.cpu_times()[:4])  # user, system, and those of ended children
     except psutil.NoSuchProcess:
         return  # a process has just ended: the next sample covers this time
     now = time.monotonic()
     period = now - host.cpu_sampled_at
     share = (seconds - host.cpu_seconds) / (period * len(host.cores))
-    percent = max(0.0, min(1.0, share)) * 100 * host.vcpus
+    percent = 100 * host.vcpus * max(0.0, min(1.0, share))
     host.cpu_seconds, host.cpu_sampled_at = seconds, now
-    since = time.time() - period
-    write(events, {"host": host.name, "cpu_utilization": percent, "since": since})
+    start = time.time() - period
+    write(events, {"host": host.name, "cpu_utilization": percent, "since": start})
 
 
 def other_programs(hosts: list[RunningHost], own: list[psutil.Process]) -> tuple[float, ...]:
     """Return the time, and the CPU seconds so far: of programs that are not ours, and of all."""
     times = psutil.cpu_times()  # of all cores; steal is the time that other VMs took
     total = sum(times[:8])  # user, nice, system, idle, iowait, irq, softirq, steal
-    ours = sum(sum(process.cpu_times()[:2]) for process in own)
-    ours += sum(host.cpu_seconds for host in hosts)
+    ours = sum(sum(each.cpu_times()[:2]) for each in own) + sum(h.cpu_seconds for h in hosts)
     return time.time(), total - times.idle - times.iowait - ours, total
 
 
-def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
+def run(plan: dict, folder: Path, kernel: int) -> bool:
     """Run the job to its end, and return True; return False if the kernel says quit or is gone."""
     events = open(folder / "events.jsonl", "a", buffering=1)  # noqa: SIM115 (stays open)
     deadline = time.monotonic() + plan["max_runtime_seconds"]
-    kill_at, cause, first_failed = None, "completed", None
-    hosts = []
+    kill_at, cause, failed = None, "completed", (None, None)
+    own_cores, hosts = os.sched_getaffinity(0), []
     for host_plan in plan["hosts"]:
         try:
             hosts.append(start_host(host_plan))
@@ -193,22 +177,22 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
             end = {"end": "failed", "failed_host": name, "exit_code": COMMAND_NOT_FOUND}
             write(events, {"host": name, "log": why}, end)
             return True
-    os.sched_setaffinity(0, plan["supervisor_cores"])
-    own = [psutil.Process(kernel.pid), psutil.Process()]
+    os.sched_setaffinity(0, own_cores)
+    own = [psutil.Process(kernel), psutil.Process()]
     last = other_programs(hosts, own)
     next_sample = time.monotonic() + CPU_SAMPLE_SECONDS
 
     while any(host.exit_code is None or host.output_open for host in hosts):
         end_now, now = None, time.monotonic()
         outputs = {host.process.stdout: host for host in hosts if host.output_open}
-        for ready in select.select([kernel.pipe, *outputs], [], [], 0.05)[0]:
+        for ready in select.select([sys.stdin, *outputs], [], [], 0.05)[0]:
             if ready in outputs:
                 read_output(outputs[ready], events)
-            elif kernel.next_line() == b"stop":
+            elif next_line(kernel) == b"stop":
                 end_now = "stopped"
             else:
                 return False
-        if os.getppid() != kernel.pid:
+        if os.getppid() != kernel:
             return False
         for host in hosts:
             if host.exit_code is None and host.process.poll() is not None:
@@ -217,7 +201,7 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
                 host.drained_by = now + SECONDS_TO_DRAIN
                 kill_container(host.base_dir)
                 if host.exit_code != 0 and kill_at is None:
-                    end_now, first_failed = "failed", host
+                    end_now, failed = "failed", (host.name, host.exit_code)
             if now > host.drained_by:
                 host.output_open = False  # a daemon holds it; kill_descendants kills that
         running = [host for host in hosts if host.exit_code is None]
@@ -238,8 +222,7 @@ def run(plan: dict, folder: Path, kernel: Kernel) -> bool:
             if last[2] > before[2]:
                 percent = 100 * (last[1] - before[1]) / (last[2] - before[2])
                 write(events, {"host": OTHERS, "cpu_utilization": percent, "since": before[0]})
-    name, code = (first_failed.name, first_failed.exit_code) if first_failed else (None, None)
-    write(events, {"end": cause, "failed_host": name, "exit_code": code})
+    write(events, {"end": cause, "failed_host": failed[0], "exit_code": failed[1]})
     return True
 
 
@@ -247,16 +230,14 @@ def main() -> None:
     """Run the job; in the end, always kill all of its processes and remove its folder."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the kernel
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    # Become the parent of a host's orphans, so that kill_descendants finds them.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    kernel, plan = Kernel(), {"hosts": []}
-    folder = Path(kernel.next_line().decode())
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that kill_descendants finds orphans
+    kernel, plan = os.getppid(), {"hosts": []}
+    folder = Path(next_line(kernel).decode())
     try:
-        line = kernel.next_line()
-        if line != b"quit":
+        if (line := next_line(kernel)) != b"quit":
             plan = json.loads(line)
             ended = run(plan, folder, kernel)
-            while ended and kernel.next_line() != b"quit":
+            while ended and next_line(kernel) != b"quit":
                 continue  # the kernel is collecting the job's files
     finally:
         for host in plan["hosts"]:

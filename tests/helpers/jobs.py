@@ -60,7 +60,11 @@ class Jobs:
     def create(
         self, files: dict[str, str | bytes], command: str, groups: dict | None = None, **settings
     ) -> str:
-        """Start a job and return its name. groups: {name: (instance type, count)}."""
+        """Start a job and return its name.
+
+        command: a command line, or the name of one of the files, which becomes the entry script.
+        groups: {name: (instance type, count)}.
+        """
         code = self.folder / f"code-{next(_numbers)}"
         code.mkdir()
         for name, text in files.items():
@@ -84,7 +88,9 @@ class Jobs:
             # The SDK adds the time in seconds; other processes may start jobs in the same second.
             base_job_name=f"test-{os.getpid()}-{next(_numbers)}",
             source_code=SourceCode(
-                source_dir=str(code), command=command, requirements=requirements
+                source_dir=str(code),
+                requirements=requirements,
+                **{"entry_script" if command in files else "command": command},
             ),
             compute=compute,
             stopping_condition=StoppingCondition(max_runtime_in_seconds=seconds),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import boto3
 import pytest
+from sagemaker.train.distributed import Torchrun
 
 from helpers.jobs import READ_CONFIG, TWO_GROUPS, Jobs, archive, read_s3, request
 from helpers.pages import ROOT
@@ -168,6 +169,12 @@ def test_jobs_are_listed_as_asked(jobs: Jobs):
     second = timedelta(seconds=1)
     assert listed(CreationTimeAfter=times[0] + second, CreationTimeBefore=times[2]) == "c"
     assert listed(LastModifiedTimeAfter=times[1]) == "ca"
+    assert listed(WarmPoolStatusEquals="Available") == ""  # no job here has a warm pool
+    first = client.list_training_jobs(NameContains="listed-a", MaxResults=1)  # not the first of all
+    assert [job["TrainingJobName"] for job in first["TrainingJobSummaries"]] == ["listed-a"]
+    assert "NextToken" not in first
+    with pytest.raises(client.exceptions.ClientError, match="use that of the previous page"):
+        client.list_training_jobs(NextToken="-1")
 
 
 def test_tags_can_be_read(jobs: Jobs):
@@ -176,10 +183,16 @@ def test_tags_can_be_read(jobs: Jobs):
     tags = [{"Key": "team", "Value": "vision"}]
     arn = client.create_training_job(**request("tagged", Tags=tags))["TrainingJobArn"]
     assert client.list_tags(ResourceArn=arn)["Tags"] == tags
-    client.add_tags(ResourceArn=arn, Tags=[{"Key": "stage", "Value": "trial"}])
-    client.delete_tags(ResourceArn=arn, TagKeys=["team"])
-    assert client.list_tags(ResourceArn=arn)["Tags"] == [{"Key": "stage", "Value": "trial"}]
     jobs.wait("tagged")
+
+
+def test_distributed_needs_one_instance(jobs: Jobs):
+    files = {"train.py": "print('trained')"}
+    distributed = Torchrun(process_count_per_node=1)
+    job = jobs.run(files, "train.py", TWO_GROUPS, distributed=distributed)
+    assert job["FailureReason"].endswith("so `distributed=` needs one instance")
+    job = jobs.run(files, "train.py", distributed=distributed)
+    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
 
 
 def test_a_key_that_leaves_its_folder_fails_the_job(jobs: Jobs):
@@ -219,7 +232,7 @@ def test_a_job_of_another_region_with_signs_in_its_output_path(jobs: Jobs):
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
     assert job["ModelArtifacts"]["S3ModelArtifacts"] == "s3://signs/a#1?b/signs/output/model.tar.gz"
     assert keys("signs") == [f"a#1?b/signs/output/{x}.tar.gz" for x in ("model", "output")]
-    with pytest.raises(client.exceptions.ClientError, match="Resource does not exist"):
+    with pytest.raises(client.exceptions.ClientError, match="Requested resource not found"):
         client.list_tags(ResourceArn=job["TrainingJobArn"] + "x")
 
 

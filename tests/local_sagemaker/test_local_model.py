@@ -16,8 +16,15 @@ from shared.local_sagemaker import model, parts
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 OTHER = "<\n\u2028> no"  # no pattern allows it, except those that allow everything
-START = {"CreateTrainingJob": request("any")}
-JOBS = ["CreateTrainingJob", "DescribeTrainingJob", "ListTrainingJobs", "StopTrainingJob"]
+ARN = "arn:aws:sagemaker:us-east-1:111122223333:training-job/any"
+# The calls that the local SageMaker answers, and what each needs at least.
+START = {
+    "CreateTrainingJob": request("any"),
+    "DescribeTrainingJob": {"TrainingJobName": "any"},
+    "StopTrainingJob": {"TrainingJobName": "any"},
+    "ListTrainingJobs": {},
+    "ListTags": {"ResourceArn": ARN},
+}
 
 
 def example(shape: Shape) -> object:
@@ -93,17 +100,16 @@ def named(path: tuple) -> str:
     return ".".join(word if word == "key" else word[0].lower() + word[1:] for word in words)
 
 
-@pytest.mark.parametrize("operation", JOBS)
+@pytest.mark.parametrize("operation", START)
 def test_every_constraint_of_the_model_is_refused(jobs: Jobs, operation: str):
     client = boto3.client("sagemaker")
     shape = client.meta.service_model.operation_model(operation).input_shape
     call = getattr(client, regex.sub(r"(?<!^)(?=[A-Z])", "_", operation).lower())
-    start = START.get(operation, {"TrainingJobName": "any"} if "List" not in operation else {})
     tried = 0
     for path, member in places(shape):
         for value, says in violations(member):
             with pytest.raises((ClientError, ParamValidationError)) as error:
-                call(**put(start, shape, path, value))
+                call(**put(START[operation], shape, path, value))
             text = str(error.value)
             if isinstance(error.value, ClientError):
                 says = rf"at '{regex.escape(named(path))}' failed to satisfy constraint: {says}"
@@ -157,7 +163,10 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def test_the_page_shows_the_parts_that_the_code_has():
+def test_the_page_shows_the_parts_that_the_code_has(jobs: Jobs):
     page = (ROOT / "docs" / "moving.md").read_text()
     assert table() in page, table()
-    assert all(f"`{name}`" in page for name in parts.OPERATIONS)
+    assert all(f"`{name}`" in page for name in START)
+    with pytest.raises(ClientError, match="does not do DeleteTags") as refused:
+        boto3.client("sagemaker").delete_tags(ResourceArn=ARN, TagKeys=["x"])
+    assert str(refused.value).endswith(f"It does {', '.join(START)}.")

@@ -353,7 +353,7 @@ def test_cores_are_shared_by_vcpus_on_one_scale(monkeypatch: pytest.MonkeyPatch)
         return plan
 
     both = [group("data", "ml.c5.9xlarge"), group("dnn", "ml.g5.2xlarge")]
-    assert cluster.total_vcpus(both) == 36 + 8
+    assert cluster.total_vcpus([("ml.c5.9xlarge", 1), ("ml.g5.2xlarge", 2)]) == 36 + 2 * 8
     assert cores(22, both, 44) == {"data": [18], "dnn": [4]}
     assert cores(22, both[1:], 44) == {"dnn": [4]}
     assert cores(2, both, 44) == {"data": [1], "dnn": [1]}  # at least one each

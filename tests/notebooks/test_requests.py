@@ -44,11 +44,15 @@ import json, os, re
 import boto3, moto
 from moto.iam.responses import IamResponse
 from moto.sagemaker.responses import SageMakerResponse
-from shared.local_sagemaker.session import allow_everything, create_role
+from shared.local_sagemaker.session import allow_everything
 
 moto.mock_aws().start()
 os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
-role_arn = create_role()
+trust = {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}}
+role_arn = boto3.client("iam").create_role(
+    RoleName="StudioRole",
+    AssumeRolePolicyDocument=json.dumps({"Statement": [trust | {"Action": "sts:AssumeRole"}]}),
+)["Role"]["Arn"]
 caller = boto3.client("sts").assume_role(RoleArn=role_arn, RoleSessionName="SageMaker")
 os.environ["AWS_ACCESS_KEY_ID"] = caller["Credentials"]["AccessKeyId"]
 os.environ["AWS_SECRET_ACCESS_KEY"] = caller["Credentials"]["SecretAccessKey"]
