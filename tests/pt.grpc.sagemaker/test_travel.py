@@ -129,6 +129,9 @@ def lambdas_closures_and_functions(said: Said) -> None:
     ]
     partial = functools.partial(lambda a, b: (b, a), Path("a"))
     assert here_and_there(Table(transform=partial))[1] == (1, Path("a"))
+    Inner = type("Inner", (Table,), {})
+    Outer = type("Outer", (Table,), {"__annotations__": {"values": Inner}})
+    here_and_there(Outer(Inner()))  # pickling an object of a class leaves a mark in the class
 
 
 @of_a_script

@@ -6,6 +6,7 @@ file. The random generators that the Dataset holds are found on the way.
 """
 
 import contextlib
+import copyreg
 import functools
 import hashlib
 import mmap
@@ -87,6 +88,7 @@ class DatasetPickler(cloudpickle.Pickler):
             is_of_script = value.__module__ in MAIN and "<locals>" not in value.__qualname__
             if self.stays_here and is_of_script:
                 return class_at, (value.__module__, value.__qualname__)
+            copyreg._slotnames(value)  # what Python leaves in it when an object of it is pickled
             # cloudpickle's random id would give the Dataset a different digest in each process.
             ids, name = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS, value.__qualname__
             while value not in ids and name in ids.values():  # another class has this name
