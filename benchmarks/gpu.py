@@ -2,26 +2,24 @@
 
     .venv/bin/python benchmarks/gpu.py      at most six minutes
 
-It is meant for an idle machine with one NVIDIA GPU and 8 to 16 cores. Without a GPU, or with
---small, everything is small, and it takes a minute: that only shows that it works. It needs torch,
-grpcio, cloudpickle and psutil.
+It is for an idle machine with an NVIDIA GPU and some 16 cores. Without a GPU, or with --small,
+everything is small and takes a minute, which only shows that it works. It needs torch, grpcio,
+cloudpickle and psutil.
 
 A quarter of the cores stands for the GPU instance: the training and its DataLoader's workers are
-pinned to these. The others stand for a data host. Both are one machine, so there is no network
-between them, and they share memory and caches. Each part runs in a process of its own:
+pinned to these. The others stand for a data host, so there is no network between the two, and they
+share memory and caches. Each part runs in a process of its own:
 
-- batches: Are the batches on the GPU those of a loader that has neither data hosts nor page-locked
-  memory? Two epochs, with several ways to start the DataLoader's workers.
+- batches: Are the batches on the GPU those of a loader without data hosts and page-locked memory?
 - ddp, fsdp: One rank (NCCL; gloo without a GPU) trains on batches from the data host.
-- feeding: How long does a step of ResNet50 take, and how long do its process and its GPU wait, if
-  no data is needed, if the GPU instance prepares it alone, and with the data host? What does
-  `measured` say?
+- feeding: How long is a step of ResNet50, and how long do its process and its GPU wait, without
+  data, with data of the GPU instance alone, and with the data host? What does `measured` say?
 
-In `feeding`, `reads loss` is a loop that calls loss.item() after each step, so the process waits
-for the GPU. The other loop runs ahead of the GPU. All times are means, unless they say median. The
-process's wait is the time in next(batches), by the host's clock. CUDA events at the beginning of a
-step's work on the GPU (which includes the copy of its batch) and at its end give the other two: the
-GPU is busy between them, and idle from one step's end to the next one's beginning.
+In `feeding`, a loop either calls loss.item() after each step, so that the process waits for the
+GPU, or runs ahead of the GPU. Times are means, unless they say median. The process's wait is the
+time in next(batches), by the host's clock. Two CUDA events tell when a step's work on the GPU,
+with the copy of its batch, begins and ends: between them the GPU is busy, and from the end to the
+next step's beginning it is idle.
 """
 
 import argparse
@@ -31,32 +29,22 @@ import itertools
 import json
 import math
 import os
-import random
 import re
 import signal
 import sys
 import time
+import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from statistics import mean, median
 from typing import Any
 
+import common
 import psutil
 import torch
-from common import (
-    ROOT,
-    at_least_two_cores,
-    cpu_seconds,
-    data_host,
-    family,
-    free_port,
-    table,
-    use,
-    write_results,
-)
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -65,73 +53,59 @@ from feed import RemoteDataset
 from hetero.spare import run_when_idle, starting_on
 from parallel import join_ranks, leave_ranks, share_model
 
-sys.path.append(str(ROOT))
+sys.path.append(str(common.ROOT))
 from shared.measured import measured  # noqa: E402
 
 # When each part must have ended, in seconds after the first one's start.
-ENDS = {"batches": 90, "ddp": 135, "fsdp": 180, "feeding": 350}
-GRACE_SECONDS = 15  # for an interrupted part
-MOST_CORES = 16  # larger machines leave the others idle
+ENDS = {"batches": 110, "ddp": 150, "fsdp": 190, "feeding": 355}
+GRACE_SECONDS = 15  # for a part that is interrupted
+MOST_CORES = 16  # on larger machines, the others stay idle
 PHOTOS, CLASSES = 32, 1000
-WARM_UP, STEPS, SECONDS = 20, 60, 12.0  # of a loop; it ends early after so many seconds
+COMPARED, COMPARED_SIZE = 6, 16  # batches of an epoch, and their size
 RANK_STEPS = 20
-COMPARED = 6  # batches of an epoch
-SAME, DIFFERENT = "equal", "DIFFERENT"
+WARM_UP, STEPS, SECONDS = 20, 60, 12.0  # of a loop, which is timed for at most so many seconds
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 
 @dataclass(frozen=True)
 class Setting:
     """The sizes, and the cores of the GPU instance and of the data host."""
 
-    device: torch.device
     is_small: bool
     batch_size: int
     trainer: list[int]
     host: list[int]
 
-    def loader(self, dataset: Dataset, **options: Any) -> DataLoader:
-        """Return a DataLoader with one worker for each core of the GPU instance."""
-        options = {"batch_size": self.batch_size, "num_workers": len(self.trainer)} | options
-        return DataLoader(dataset, pin_memory=self.is_cuda, **options)
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def synchronize(self) -> None:
-        """Wait until the GPU has done its work."""
-        if self.is_cuda:
-            torch.cuda.synchronize()
+    def loader(self, dataset: Dataset) -> DataLoader:
+        """Return a DataLoader with a worker for each core of the GPU instance."""
+        workers = len(self.trainer)
+        return DataLoader(dataset, self.batch_size, num_workers=workers, pin_memory=CUDA)
 
 
 @contextlib.contextmanager
-def server(cores: list[int], workers: int, address: str = "") -> Iterator[tuple[str, list]]:
-    """Run a data server on these cores; yield its address and its processes."""
+def server(cores: list[int], workers: int, address: str = "") -> Iterator[tuple[str, Any]]:
+    """Run a data server on these cores; yield its address and its process."""
     with contextlib.ExitStack() as stack:
         with starting_on(cores):
-            address, process = stack.enter_context(data_host(workers, address=address))
-        yield address, process
-
-
-# ------------------------------------------------------- data and model
+            started = stack.enter_context(common.data_host(workers, address=address))
+        yield started
 
 
 class Photos(Dataset):
-    """Photos that are decompressed as PNG files are, cropped at random, resized and flipped.
+    """Photos of ImageNet's size, decompressed like PNG files, cropped, resized and flipped.
 
-    They have ImageNet's average size. A sample takes some 6 ms of CPU time, and stays uint8.
-    is_fixed: crop as the index says, instead of at random.
+    A sample takes some 6 ms of CPU time, and is uint8. is_fixed: take random numbers by the index.
     """
 
     def __init__(self, is_small: bool, is_fixed: bool = False, count: int = 10_000_000):
-        self.is_fixed, self.count, random_numbers = is_fixed, count, torch.Generator()
-        self.size, self.shape = (32, (3, 48, 64)) if is_small else (224, (3, 375, 500))
-        random_numbers.manual_seed(0)
-        self.files = []
+        self.is_fixed, self.count = is_fixed, count
+        self.size, self.shape = (32, (48, 64)) if is_small else (224, (375, 500))
+        numbers, self.files = torch.Generator().manual_seed(0), []
         for _ in range(PHOTOS):
-            colors = 224 * torch.rand(1, 3, 24, 32, generator=random_numbers)
-            noise = torch.randint(16, self.shape, generator=random_numbers)
-            photo = interpolate(colors, self.shape[1:], mode="bilinear")[0] + noise
+            colors = 224 * torch.rand(1, 3, 24, 32, generator=numbers)
+            noise = torch.randint(16, self.shape, generator=numbers)
+            photo = interpolate(colors, self.shape, mode="bilinear") + noise
             self.files.append(zlib.compress(photo.byte().numpy().tobytes()))
 
     def __len__(self) -> int:
@@ -139,31 +113,33 @@ class Photos(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         numbers = torch.Generator().manual_seed(index) if self.is_fixed else None
-        area, ratio, down, right, flip = torch.rand(5, generator=numbers).tolist()
+        share, down, right, flip = torch.rand(4, generator=numbers).tolist()
         data = bytearray(zlib.decompress(self.files[index % PHOTOS]))
-        photo = torch.frombuffer(data, dtype=torch.uint8).view(1, *self.shape)
-        # As torchvision's RandomResizedCrop: 8 to 100 % of the area, 3:4 to 4:3.
-        (most_high, most_wide), ratio = self.shape[1:], math.exp((2 * ratio - 1) * math.log(4 / 3))
-        area = (0.08 + 0.92 * area) * most_high * most_wide
-        high = min(most_high, round(math.sqrt(area / ratio)))
-        wide = min(most_wide, round(math.sqrt(area * ratio)))
-        top, left = int(down * (most_high - high + 1)), int(right * (most_wide - wide + 1))
-        crop = photo[:, :, top : top + high, left : left + wide].float()
-        image = interpolate(crop, (self.size, self.size), mode="bilinear", antialias=True)[0]
-        image = image.flip(2) if flip < 0.5 else image
-        return image.round_().clamp_(0, 255).byte(), index % CLASSES
+        photo = torch.frombuffer(data, dtype=torch.uint8).view(1, 3, *self.shape)
+        share = math.sqrt(0.08 + 0.92 * share)  # of the area, as torchvision's RandomResizedCrop
+        height, width = (int(share * side) for side in self.shape)
+        top, left = int(down * (self.shape[0] - height)), int(right * (self.shape[1] - width))
+        crop = photo[..., top : top + height, left : left + width].float()
+        image = interpolate(crop, [self.size] * 2, mode="bilinear", antialias=True)[0].round()
+        return (image.flip(2) if flip < 0.5 else image).byte(), index % CLASSES
 
 
-class PhotoStream(IterableDataset):
-    """The same as a stream, shared among the DataLoader's workers."""
+class Stream(IterableDataset):
+    """The samples of a Dataset as a stream, shared among the DataLoader's workers."""
 
-    def __init__(self, photos: Photos):
-        self.photos = photos
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+    def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        for index in range(worker.id, len(self.photos), worker.num_workers):
-            yield self.photos[index]
+        for index in range(worker.id, len(self.dataset), worker.num_workers):
+            yield self.dataset[index]
+
+
+def normalized(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+    """Return a convolution and a normalization."""
+    convolution = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
+    return [convolution, nn.BatchNorm2d(outputs)]
 
 
 class Bottleneck(nn.Module):
@@ -171,24 +147,14 @@ class Bottleneck(nn.Module):
 
     def __init__(self, inputs: int, width: int, stride: int):
         super().__init__()
-        outputs, self.shortcut = 4 * width, nn.Sequential()
-        self.residual = nn.Sequential(
-            *normalized(inputs, width, 1),
-            nn.ReLU(inplace=True),
-            *normalized(width, width, 3, stride),
-            nn.ReLU(inplace=True),
-            *normalized(width, outputs, 1),
-        )
-        if stride > 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(*normalized(inputs, outputs, 1, stride))
+        layers = [*normalized(inputs, width, 1), nn.ReLU(inplace=True)]
+        layers += [*normalized(width, width, 3, stride), nn.ReLU(inplace=True)]
+        self.residual = nn.Sequential(*layers, *normalized(width, 4 * width, 1))
+        same = stride == 1 and inputs == 4 * width
+        self.shortcut = nn.Sequential(*normalized(inputs, 4 * width, 1, stride)[: 0 if same else 2])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.residual(x) + self.shortcut(x))
-
-
-def normalized(inputs: int, outputs: int, size: int, stride: int = 1) -> tuple[nn.Module, ...]:
-    convolution = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
-    return convolution, nn.BatchNorm2d(outputs)
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.residual(images) + self.shortcut(images))
 
 
 def resnet50(is_small: bool) -> nn.Sequential:
@@ -200,90 +166,75 @@ def resnet50(is_small: bool) -> nn.Sequential:
         for block in range(count):
             layers.append(Bottleneck(inputs, width << stage, 2 if stage and not block else 1))
             inputs = 4 * width << stage
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES))
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES)]
+    return nn.Sequential(*layers)
 
 
-class Trainer:
-    """A model with random weights, and its optimizer."""
+def trainer(setting: Setting, parallelism: str = "ddp") -> Callable[[list], torch.Tensor]:
+    """Return a function that trains on a batch, and returns the loss without waiting for it."""
+    model = share_model(resnet50(setting.is_small), parallelism, DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 
-    def __init__(self, setting: Setting, parallelism: str = "ddp"):
-        torch.manual_seed(0)
-        self.device = setting.device
-        self.model = share_model(resnet50(setting.is_small), parallelism, self.device)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, momentum=0.9)
-
-    def step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        """Train on a batch, and return its loss. The GPU may not have finished yet."""
-        images, labels = (part.to(self.device, non_blocking=True) for part in batch)
+    def step(batch: list[torch.Tensor]) -> torch.Tensor:
+        images, labels = (part.to(DEVICE, non_blocking=True) for part in batch)
+        # FSDP refuses weights in this format, so only the images have it.
         images = images.to(memory_format=torch.channels_last).float().div_(255)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=images.is_cuda):
-            loss = cross_entropy(self.model(images), labels)
-        self.optimizer.zero_grad()
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=CUDA):
+            loss = cross_entropy(model(images), labels)
+        optimizer.zero_grad()
         loss.backward()
-        self.optimizer.step()
+        optimizer.step()
         return loss.detach()
+
+    return step
 
 
 # ------------------------------------------------------- batches: are they the same?
 
 
-def two_epochs(setting: Setting, dataset: Dataset, device: str, **options: Any) -> list:
-    """Return all batches of two epochs, which lie on the device."""
+def two_epochs(dataset: Dataset, pin: bool, device: torch.device, **options: Any) -> list:
+    """Return all batches of two epochs, on the device."""
     torch.manual_seed(0)
-    loader, batches = DataLoader(dataset, 16, num_workers=2, **options), []
-    for _ in range(2):
-        for batch in loader:
-            assert not options.get("pin_memory") or all(part.is_pinned() for part in batch)
-            batches.append([part.to(device, non_blocking=True) for part in batch])
+    loader = DataLoader(dataset, COMPARED_SIZE, num_workers=2, pin_memory=pin, **options)
+    batches = []
+    for batch in itertools.chain.from_iterable([loader, loader]):
+        assert all(part.is_pinned() == pin for part in batch)
+        batches.append([part.to(device, non_blocking=True) for part in batch])
     assert len(batches) == 2 * COMPARED
     return batches
 
 
 def batches(setting: Setting, results: dict) -> list[str]:
-    """Print whether batches are the same; return which are not."""
-    # What to send, and what it is compared with. A stream's random numbers are those of a plain
-    # DataLoader. Those of a map-style Dataset are not, but do not depend on the data hosts.
-    fixed, cropped = (
-        Photos(setting.is_small, is_fixed, 16 * COMPARED) for is_fixed in (True, False)
-    )
-    stream = PhotoStream(cropped)
+    """Print whether batches are the same; return what is wrong."""
     os.environ.pop("HETERO_DATA_HOSTS", None)
-    kinds = {
-        "fixed crops, and a plain DataLoader": (fixed, fixed),
-        "random crops, and RemoteDataset without data hosts": (cropped, RemoteDataset(cropped)),
-        "random crops in a stream, and a plain DataLoader": (stream, stream),
-    }
+    make = partial(Photos, setting.is_small, count=COMPARED * COMPARED_SIZE)
+    # A stream's random numbers are those of a plain DataLoader. Those of a map-style Dataset are
+    # not, but they do not depend on data hosts.
+    crops, plain = "random crops, RemoteDataset without data hosts, ", ", a plain DataLoader, fork"
+    same = make(), RemoteDataset(make())
     ways = {
-        "fork": {},
-        "fork, persistent_workers": {"persistent_workers": True},
-        "spawn": {"multiprocessing_context": "spawn"},
+        f"{crops}fork before CUDA is initialized": (*same, {}),
+        f"{crops}fork": (*same, {}),
+        f"{crops}fork, persistent_workers": (*same, {"persistent_workers": True}),
+        f"{crops}spawn": (*same, {"multiprocessing_context": "spawn"}),
+        f"fixed crops{plain}": (make(is_fixed=True), make(is_fixed=True), {}),
+        f"random crops in a stream{plain}": (Stream(make()), Stream(make()), {}),
     }
-
-    def same(dataset: Dataset, reference: Dataset, **options: Any) -> bool:
-        sent = RemoteDataset(dataset)
-        ours = two_epochs(setting, sent, setting.device, pin_memory=setting.is_cuda, **options)
-        keeps = {"persistent_workers": options.get("persistent_workers", False)}
-        expected = two_epochs(setting, reference, "cpu", **keeps)
-        setting.synchronize()
-        return all(
-            map(torch.equal, sum(ours, []), (x.to(setting.device) for x in sum(expected, [])))
-        )
 
     def rows() -> Iterator[list[str]]:
-        first = [*kinds.values()][1]
-        assert not torch.cuda.is_initialized()
-        yield ["fork, before CUDA is initialized", "", SAME if same(*first) else DIFFERENT, ""]
-        assert torch.cuda.is_initialized() == setting.is_cuda
-        for way, options in ways.items():
-            yield [way, *(SAME if same(*kind, **options) else DIFFERENT for kind in kinds.values())]
+        for number, (name, (dataset, reference, options)) in enumerate(ways.items()):
+            assert torch.cuda.is_initialized() == (CUDA and number > 0)
+            ours = two_epochs(RemoteDataset(dataset), CUDA, DEVICE, **options)
+            forked = options | {"multiprocessing_context": "fork"}
+            theirs = two_epochs(reference, False, torch.device("cpu"), **forked)
+            pairs = zip(sum(ours, []), sum(theirs, []), strict=True)
+            results[name] = all(torch.equal(one.cpu(), other) for one, other in pairs)
+            yield [name, "equal" if results[name] else "DIFFERENT"]
 
     with server(setting.host, len(setting.host)) as (address, _):
-        use(address)
-        shown: list = results.setdefault("rows", [])
-        table(
-            f"workers start by | {' | '.join(kinds)}", (shown.append(row) or row for row in rows())
-        )
-    return [f"batches, {row[0]}" for row in shown if DIFFERENT in row]
+        common.use(address)
+        common.table("samples, compared with, workers start by | batches", rows())
+    return [f"other batches: {name}" for name, is_equal in results.items() if not is_equal]
 
 
 # ------------------------------------------------------- ddp, fsdp: one rank
@@ -292,240 +243,194 @@ def batches(setting: Setting, results: dict) -> list[str]:
 def one_rank(parallelism: str, setting: Setting, results: dict) -> list[str]:
     """Train some steps; print their time; return what is wrong."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(free_port()))
-    for library in ("GLOO", "NCCL"):  # the machine's own name need not resolve
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    control = join_ranks(setting.device, parallelism)
-    trainer, losses, ends = Trainer(setting, parallelism), [], []
+    os.environ["MASTER_PORT"] = str(common.free_port())
+    # The machine's own name need not resolve.
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    warnings.filterwarnings("ignore", "Grad strides do not match")  # those of 1 x 1 convolutions
+    control = join_ranks(DEVICE, parallelism)
+    step, losses, ends = trainer(setting, parallelism), [], []
     with server(setting.host, len(setting.host)) as (address, _):
-        use(address)
+        common.use(address)
         loader = setting.loader(RemoteDataset(Photos(setting.is_small)))
         for batch in itertools.islice(loader, RANK_STEPS):
-            losses.append(trainer.step(batch).item())
+            losses.append(step(batch).item())
             ends.append(time.perf_counter())
     leave_ranks(control)
     steps_ms = [1e3 * (end - start) for start, end in itertools.pairwise(ends)]
     results.update(losses=losses, steps_ms=steps_ms)
-    backend = "NCCL" if setting.is_cuda else "gloo"
-    row = parallelism, backend, f"{losses[0]:.2f}", f"{losses[-1]:.2f}", f"{median(steps_ms):.1f}"
-    table("one rank | backend | first loss | last loss | step ms, median", [row])
-    return [] if all(map(math.isfinite, losses)) else [f"{parallelism}: a loss is not finite"]
+    row = [f"{number:.1f}" for number in (losses[0], losses[-1], median(steps_ms))]
+    heads = f"{parallelism}, one rank | first loss | last loss | step ms, median"
+    common.table(heads, [["NCCL" if CUDA else "gloo", *row]])
+    return [] if all(map(math.isfinite, losses)) else ["a loss is not finite"]
 
 
 # ------------------------------------------------------- feeding: who waits for what?
 
 
-@dataclass
-class Loop:
-    """What was measured in a loop, in ms for each step; the cores used in seconds per second."""
-
-    step_ms: float  # the mean, by the host's clock; the last step's end is the GPU's
-    steps_ms: list[float]  # by the GPU's clock, if there is one
-    wait_ms: list[float]
-    idle_ms: list[float]
-    busy_ms: list[float]
-    cores_used: list[float]  # on the GPU instance, on the data host
-
-
-def timed(
-    setting: Setting, trainer: Trainer, batches: Iterator, reads_loss: bool, host: list
-) -> Loop:
-    """Train, and measure. host: the data host's processes."""
-    marks, waits, turns = [], [], []
+def timed(step: Callable, data: Iterator, reads_loss: bool, hosts: tuple) -> dict[str, list]:
+    """Train on the data; return ms of each step, and how many cores each side has used."""
+    begun, waits, begins, ends = lists = [], [], [], []
 
     def mark() -> Any:
-        if not setting.is_cuda:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event = torch.cuda.Event(enable_timing=True) if CUDA else None
+        if event:
+            event.record()
         return event
 
-    def cpu() -> list[float]:
-        its = {process for one in host for process in family(one)}
-        mine = {*family(psutil.Process())} - its
-        return [cpu_seconds([p for p in side if p.is_running()]) for side in (mine, its)]
+    def now() -> list[float]:
+        """Return, once the GPU has finished, the time and the CPU seconds of both sides."""
+        if CUDA:
+            torch.cuda.synchronize()
+        its = {process for host in hosts for process in common.family(host)}
+        mine, clock = {*common.family(psutil.Process())} - its, time.perf_counter()
+        return [clock, *(common.cpu_seconds([p for p in s if p.is_running()]) for s in (mine, its))]
 
-    def train(steps: int) -> None:
-        until = time.perf_counter() + SECONDS
-        while len(waits) < steps and (turned := time.perf_counter()) < until:
-            turns.append(turned)
-            batch = next(batches)
-            waits.append(1e3 * (time.perf_counter() - turned))
-            begin, loss = mark(), trainer.step(batch)
-            marks.append((begin, mark()))
-            if reads_loss:
-                loss.item()
-        setting.synchronize()
-
-    train(WARM_UP)
-    marks.clear(), waits.clear(), turns.clear()
-    before, start = cpu(), time.perf_counter()
-    train(STEPS)
-    seconds, after = time.perf_counter() - start, cpu()
-    steps = [1e3 * (b - a) for a, b in itertools.pairwise(turns)]
-    idle, busy = [], []
-    if setting.is_cuda:
-        pairs = [*itertools.pairwise(marks)]
-        steps = [begin.elapsed_time(later) for (begin, _), (later, _) in pairs]
-        idle = [end.elapsed_time(begin) for (_, end), (begin, _) in pairs]
-        busy = [begin.elapsed_time(end) for begin, end in marks]
-    used = [(new - old) / seconds for new, old in zip(after, before, strict=True)]
-    return Loop(1e3 * seconds / len(waits), steps, waits, idle, busy, used)
+    for number in range(WARM_UP + STEPS):
+        if number == WARM_UP:
+            for each in lists:
+                each.clear()
+            before = now()
+        begun.append(time.perf_counter())
+        batch = next(data)
+        waits.append(1e3 * (time.perf_counter() - begun[-1]))
+        begins.append(mark())
+        loss = step(batch)
+        ends.append(mark())
+        if reads_loss:
+            loss.item()
+        if number > WARM_UP and begun[-1] - begun[0] > SECONDS:
+            break
+    seconds, *cores = (new - old for new, old in zip(now(), before, strict=True))
+    spans = {"steps": (begins, begins[1:]), "idle": (ends, begins[1:]), "busy": (begins, ends)}
+    found = {name: [a.elapsed_time(b) for a, b in zip(*at) if CUDA] for name, at in spans.items()}  # noqa: B905
+    found["steps"] = found["steps"] or [1e3 * (b - a) for a, b in itertools.pairwise(begun)]
+    mean_step, used = [1e3 * seconds / len(begun)], [each / seconds for each in cores]
+    return found | {"waits": waits, "mean step": mean_step, "cores": used}
 
 
-def answer(setting: Setting, trainer: Trainer, dataset: Dataset, reads_loss: bool) -> dict:
+def answer(step: Callable, loader: DataLoader, reads_loss: bool) -> dict[str, Any]:
     """Return the numbers and the verdict that `measured` prints."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        loop = measured(setting.loader(dataset), 1)  # as few steps as possible
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        loop = measured(loader, 1)  # in as few steps as possible
         for batch in loop:
             if loop.reported:
                 break
-            loss = trainer.step(batch)
+            loss = step(batch)
             if reads_loss:
                 loss.item()
-    text = said.getvalue()
-    line = next(line for line in text.splitlines() if line.startswith('{"measured": '))
-    verdict = re.search(r"^verdict +(.*?)(:|$)", text, re.M)[1]
-    return {**json.loads(line)["measured"], "verdict": verdict, "text": text}
+    verdict = re.search(r"^verdict +(.*?)(?::|$)", said.getvalue(), re.M)[1]
+    numbers = json.loads(re.search(r'^{"measured": .*', said.getvalue(), re.M)[0])["measured"]
+    return {**numbers, "verdict": verdict}
 
 
 def feeding(setting: Setting, results: dict) -> list[str]:
-    """Print how long steps and waits take in each way."""
-    trainer, photos = Trainer(setting), Photos(setting.is_small)
-    k, n = len(setting.trainer), len(setting.host)
-    before = time.process_time()
-    samples = [photos[index] for index in range(PHOTOS)]
-    results["sample_ms"] = 1e3 * (time.process_time() - before) / PHOTOS
-    print(f"\nA sample takes {results['sample_ms']:.1f} ms of CPU time (of several threads, here).")
-    images, labels = zip(
-        *itertools.islice(itertools.cycle(samples), setting.batch_size), strict=True
-    )
-    lying = [part.to(setting.device) for part in (torch.stack(images), torch.tensor(labels))]
-    floors: dict[bool, float] = {}
+    """Print how long steps and waits are for each way to get data."""
+    step, photos, floors = trainer(setting), Photos(setting.is_small), {}
+    start, batch = time.process_time(), [photos[index] for index in range(setting.batch_size)]
+    results["sample ms"] = 1e3 * (time.process_time() - start) / len(batch)
+    print(f"\nA sample takes {results['sample ms']:.1f} ms of CPU time.", flush=True)
+    lying = [part.to(DEVICE) for part in torch.utils.data.default_collate(batch)]
 
-    def row(name: str, reads_loss: bool, loop: Loop, said: dict | None) -> list[str]:
-        key = f"{name}, {'reads loss' if reads_loss else 'runs ahead'}"
-        results[key] = {"loop": asdict(loop), "measured": said}
-        floor = floors.setdefault(reads_loss, loop.step_ms)  # the first way is the one without data
-        cells = [loop.step_ms, median(loop.steps_ms), 1e3 * setting.batch_size / loop.step_ms]
-        cells += [
-            mean(loop.wait_ms),
-            *(mean(x) if x else None for x in (loop.idle_ms, loop.busy_ms)),
-        ]
-        cells += [*loop.cores_used, loop.step_ms - floor]
-        shown = ["" if cell is None else f"{cell:.1f}" for cell in cells]
-        if said:
-            costs = said["step_ms"] - said["accelerator_ms"]
-            percent = f"{max(0.0, 100 * costs / said['step_ms']):.0f} %"
-            shown += [f"{costs:.1f}", percent, f"{said.get('cpu_percent', math.nan):.0f} %"]
-            shown.append(said["verdict"])
-        return [*key.rsplit(", ", 1), *shown, *[""] * (4 * (not said))]
+    def rows(name: str, dataset: Dataset | None, *hosts: psutil.Popen) -> Iterator[list[str]]:
+        for reads_loss in (True, False) if CUDA else (True,):
+            data = iter(setting.loader(dataset)) if dataset else itertools.repeat(lying)
+            found, said = timed(step, data, reads_loss, hosts), {}
+            del data  # its workers end
+            if dataset:
+                said = answer(step, setting.loader(dataset), reads_loss)
+            kind = "loss.item()" if reads_loss else "runs ahead"
+            results[f"{name}, {kind}"] = {**found, "measured": said}
+            [step_ms] = found["mean step"]
+            cells = [step_ms, median(found["steps"]), 1e3 * setting.batch_size / step_ms]
+            cells += [mean(found[each] or [math.nan]) for each in ("waits", "idle", "busy")]
+            cells += [*found["cores"], step_ms - floors.setdefault(reads_loss, step_ms)]
+            if said:
+                costs = said["step_ms"] - said["accelerator_ms"]
+                cells += [costs, 100 * costs / said["step_ms"], said.get("cpu_percent", math.nan)]
+            shown = ["" if math.isnan(cell) else f"{cell:.1f}" for cell in cells]
+            yield [name, kind, *shown, *([said["verdict"]] if said else [""] * 4)]
 
-    def rows() -> Iterator[list[str]]:
-        for reads_loss in (True, False):
-            loop = timed(setting, trainer, itertools.repeat(lying), reads_loss, [])
-            yield row("a batch that lies on the device", reads_loss, loop, None)
+    def all_rows() -> Iterator[list[str]]:
+        k, n = len(setting.trainer), len(setting.host)
+        yield from rows("one batch, on the device", None)  # the floor of the others
+        yield from rows(f"{k} workers", photos)
         with contextlib.ExitStack() as stack:
             address, host = stack.enter_context(server(setting.host, n))
-            yield from fed(f"{k} workers", [], [])
-            yield from fed(f"{k} workers, data host with {n} cores", [address], [host])
-            if k > 1:  # as `hetero` does it
-                at = f"unix-abstract:benchmark {os.getpid()}"
-                _, own = stack.enter_context(server(setting.trainer, k - 1, at))
-                for process in family(own):
+            common.use(address)
+            yield from rows(f"data host, {n} cores", RemoteDataset(photos), host)
+            if k > 1:  # as python -m hetero does
+                own, at = f"unix-abstract:benchmark {os.getpid()}", setting.trainer
+                for process in common.family(stack.enter_context(server(at, k - 1, own))[1]):
                     run_when_idle(process.pid)
-                yield from fed(f"the same, and {k - 1} spare cores", [at, address], [host])
+                common.use(own, address)
+                yield from rows(f"the same, {k - 1} spare cores", RemoteDataset(photos), host)
 
-    def fed(name: str, addresses: list[str], hosts: list) -> Iterator[list[str]]:
-        use(*addresses)
-        dataset = RemoteDataset(photos) if addresses else photos
-        for reads_loss in (True, False):
-            loop = timed(setting, trainer, iter(setting.loader(dataset)), reads_loss, hosts)
-            yield row(name, reads_loss, loop, answer(setting, trainer, dataset, reads_loss))
-
-    heads = "data from | loop | step ms | step ms, median | images/s | process waits ms "
-    heads += "| GPU idle ms | GPU busy ms | cores used, GPU instance | cores used, data host "
-    heads += "| step ms more than without data | measured: data costs ms | of a step | CPUs busy "
-    table(f"{heads}| verdict", rows())
+    heads = "data from | loop | step ms | median | images/s | process waits ms | GPU idle ms"
+    heads += " | GPU busy ms | cores used: GPU instance | data host | step ms above the floor"
+    heads += " | `measured`: data costs ms | % of a step | CPUs busy % | verdict"
+    common.table(heads, all_rows())
     return []
 
 
-# ------------------------------------------------------- the parts, each in its own process
+# ------------------------------------------------------- all parts
 
-PARTS: dict[str, Callable[[Setting, dict], list[str]]] = {
-    "batches": batches,
-    "ddp": partial(one_rank, "ddp"),
-    "fsdp": partial(one_rank, "fsdp"),
-    "feeding": feeding,
-}
+ranks = {name: partial(one_rank, name) for name in ("ddp", "fsdp")}
+PARTS = {"batches": batches, **ranks, "feeding": feeding}
 
 
 def run(part: str, setting: Setting) -> None:
     """Run a part in this process, and add its results to the file, even if it fails."""
     os.sched_setaffinity(0, setting.trainer)
-    torch.set_num_threads(len(setting.trainer))
+    torch.set_num_threads(1)
     torch.backends.cudnn.benchmark = True
-    path, results = ROOT / "build" / "bench" / "gpu.json", {}
+    file, results = common.ROOT / "build" / "bench" / "gpu.json", {}
     try:
         wrong = PARTS[part](setting, results)
     finally:
-        write_results("gpu", json.loads(path.read_text()) | {part: results})
+        common.write_results("gpu", json.loads(file.read_text()) | {part: results})
     if wrong:
-        sys.exit(f"Wrong: {'; '.join(wrong)}")
+        sys.exit(f"{part}: {', '.join(wrong)}")
 
 
-def start(part: str, arguments: Iterable[str], seconds: float) -> bool:
-    """Run a part in a new process; return whether it has ended well."""
+def start(part: str, seconds: float) -> bool:
+    """Run a part in a new process; return whether it has ended well, and in time."""
     print(f"\n{part}:", flush=True)
-    process = psutil.Popen([sys.executable, __file__, "--part", part, *arguments])
-    begun = time.monotonic()
+    begun, command = time.monotonic(), [sys.executable, __file__, "--part", part, *sys.argv[1:]]
+    process = psutil.Popen(command, start_new_session=True)  # Ctrl-C does not reach it
     try:
-        code = process.wait(max(1, seconds))
-        print(f"\n{part} took {time.monotonic() - begun:.0f} s", flush=True)
-        return code == 0
+        return process.wait(max(1, seconds)) == 0
     except psutil.TimeoutExpired:
-        print(f"\n{part} has not ended after {seconds:.0f} s", file=sys.stderr)
-        process.send_signal(signal.SIGINT)  # Ctrl-C sends it, too
+        print(f"\nIt is too slow, or hangs: {part}", flush=True)
         return False
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
-            _, left = psutil.wait_procs(family(process), GRACE_SECONDS)
-            for one in left:
+        if process.poll() is None:
+            everyone = common.family(process)
+            process.send_signal(signal.SIGINT)
+            for one in psutil.wait_procs(everyone, GRACE_SECONDS)[1]:
                 one.kill()
+        print(f"\n{part}: {time.monotonic() - begun:.0f} s", flush=True)
 
 
 def main() -> None:
     """Run all parts; fail if one of them does."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="small sizes, as without a GPU")
-    parser.add_argument("--batch-size", type=int, help="images in a batch (128, or 8 if small)")
-    parser.add_argument("--part", choices=PARTS, help="run this part only, in this process")
-    given = parser.parse_args()
-    cores = at_least_two_cores()[:MOST_CORES]
-    k = max(1, len(cores) // 4)
-    has_gpu = torch.cuda.is_available()
-    is_small = given.small or not has_gpu
-    batch_size = given.batch_size or (8 if is_small else 128)
-    device = torch.device("cuda" if has_gpu else "cpu")
-    setting = Setting(device, is_small, batch_size, cores[:k], cores[k:])
+    parser.add_argument("--batch-size", type=int, help="images in a batch: 128, or 8 if small")
+    parser.add_argument("--part", choices=PARTS, help="run only this part, in this process")
+    given, cores = parser.parse_args(), common.at_least_two_cores()[:MOST_CORES]
+    is_small, k = given.small or not CUDA, max(1, len(cores) // 4)
+    setting = Setting(is_small, given.batch_size or (8 if is_small else 128), cores[:k], cores[k:])
+    facts = {"date": f"{date.today()}", "torch": torch.__version__}
+    facts |= {"GPU": torch.cuda.get_device_name() if CUDA and not given.part else "none"}
+    facts |= {"cores of the GPU instance": k, "cores of the data host": len(cores) - k}
+    facts |= {"cores of the machine": os.cpu_count(), "batch size": setting.batch_size}
     if given.part:
         return run(given.part, setting)
-    facts = {
-        "date": str(date.today()),
-        "card": torch.cuda.get_device_name() if has_gpu else "none",
-        "torch": torch.__version__,
-        "cores, GPU instance": k,
-        "cores, data host": len(cores) - k,
-        "images": f"{32 if is_small else 224} x {32 if is_small else 224}",
-        "batch size": batch_size,
-    }
-    table("what | value", facts.items())
-    write_results("gpu", {"facts": facts})
-    begun, failed = time.monotonic(), []
-    for part, end in ENDS.items():
-        if not start(part, sys.argv[1:], end - (time.monotonic() - begun)):
-            failed.append(part)
+    common.table("what | value", facts.items())
+    common.write_results("gpu", facts)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+    begun = time.monotonic()
+    failed = [part for part, end in ENDS.items() if not start(part, begun + end - time.monotonic())]
     if failed:
         sys.exit(f"Failed: {', '.join(failed)}")
 
