@@ -16,10 +16,9 @@ share memory and caches. Each part runs in a process of its own:
   data, with data of the GPU instance alone, and with the data host? What does `measured` say?
 
 In `feeding`, a loop either calls loss.item() after each step, so that the process waits for the
-GPU, or runs ahead of the GPU. Times are means, unless they say median. The process's wait is the
-time in next(batches), by the host's clock. Two CUDA events tell when a step's work on the GPU,
-with the copy of its batch, begins and ends: between them the GPU is busy, and from the end to the
-next step's beginning it is idle.
+GPU, or runs ahead of it. Times are means, unless they say median. The process's wait is the time in
+next(batches). CUDA events tell when a step's work on the GPU, with the copy of its batch, begins
+and ends: between them the GPU counts as busy, and until the next step's beginning as idle.
 """
 
 import argparse
@@ -58,11 +57,9 @@ from shared.measured import measured  # noqa: E402
 
 # When each part must have ended, in seconds after the first one's start.
 ENDS = {"batches": 110, "ddp": 150, "fsdp": 190, "feeding": 355}
-GRACE_SECONDS = 15  # for a part that is interrupted
-MOST_CORES = 16  # on larger machines, the others stay idle
+GRACE_SECONDS, MOST_CORES = 15, 16  # for an interrupted part to end; others stay idle
 PHOTOS, CLASSES = 32, 1000
-COMPARED, COMPARED_SIZE = 6, 16  # batches of an epoch, and their size
-RANK_STEPS = 20
+COMPARED, RANK_STEPS = 6, 20  # compared batches of an epoch; steps of a rank
 WARM_UP, STEPS, SECONDS = 20, 60, 12.0  # of a loop, which is timed for at most so many seconds
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -84,12 +81,12 @@ class Setting:
 
 
 @contextlib.contextmanager
-def server(cores: list[int], workers: int, address: str = "") -> Iterator[tuple[str, Any]]:
+def serving(cores: list[int], workers: int, address: str = "") -> Iterator[tuple[str, Any]]:
     """Run a data server on these cores; yield its address and its process."""
     with contextlib.ExitStack() as stack:
         with starting_on(cores):
-            started = stack.enter_context(common.data_host(workers, address=address))
-        yield started
+            server = stack.enter_context(common.data_host(workers, address=address))
+        yield server
 
 
 class Photos(Dataset):
@@ -136,10 +133,10 @@ class Stream(IterableDataset):
             yield self.dataset[index]
 
 
-def normalized(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
-    """Return a convolution and a normalization."""
+def normalized(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
+    """Return a convolution with a normalization."""
     convolution = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
-    return [convolution, nn.BatchNorm2d(outputs)]
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs))
 
 
 class Bottleneck(nn.Module):
@@ -147,11 +144,11 @@ class Bottleneck(nn.Module):
 
     def __init__(self, inputs: int, width: int, stride: int):
         super().__init__()
-        layers = [*normalized(inputs, width, 1), nn.ReLU(inplace=True)]
-        layers += [*normalized(width, width, 3, stride), nn.ReLU(inplace=True)]
-        self.residual = nn.Sequential(*layers, *normalized(width, 4 * width, 1))
-        same = stride == 1 and inputs == 4 * width
-        self.shortcut = nn.Sequential(*normalized(inputs, 4 * width, 1, stride)[: 0 if same else 2])
+        ends = normalized(inputs, width, 1), normalized(width, 4 * width, 1)
+        middle, relu = normalized(width, width, 3, stride), nn.ReLU(inplace=True)
+        self.residual = nn.Sequential(ends[0], relu, middle, relu, ends[1])
+        is_same = stride == 1 and inputs == 4 * width
+        self.shortcut = nn.Identity() if is_same else normalized(inputs, 4 * width, 1, stride)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.residual(images) + self.shortcut(images))
@@ -160,14 +157,13 @@ class Bottleneck(nn.Module):
 def resnet50(is_small: bool) -> nn.Sequential:
     """Return a ResNet50, or a small network of the same kind."""
     blocks, width = ((1, 1), 8) if is_small else ((3, 4, 6, 3), 64)
-    layers = [*normalized(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
-    inputs = width
+    layers, inputs = [normalized(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)], width
     for stage, count in enumerate(blocks):
         for block in range(count):
             layers.append(Bottleneck(inputs, width << stage, 2 if stage and not block else 1))
             inputs = 4 * width << stage
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES)]
-    return nn.Sequential(*layers)
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES)
+    return nn.Sequential(*layers, *head)
 
 
 def trainer(setting: Setting, parallelism: str = "ddp") -> Callable[[list], torch.Tensor]:
@@ -189,15 +185,11 @@ def trainer(setting: Setting, parallelism: str = "ddp") -> Callable[[list], torc
     return step
 
 
-# ------------------------------------------------------- batches: are they the same?
-
-
 def two_epochs(dataset: Dataset, pin: bool, device: torch.device, **options: Any) -> list:
     """Return all batches of two epochs, on the device."""
     torch.manual_seed(0)
-    loader = DataLoader(dataset, COMPARED_SIZE, num_workers=2, pin_memory=pin, **options)
-    batches = []
-    for batch in itertools.chain.from_iterable([loader, loader]):
+    loader, batches = DataLoader(dataset, 16, num_workers=2, pin_memory=pin, **options), []
+    for batch in itertools.chain(loader, loader):
         assert all(part.is_pinned() == pin for part in batch)
         batches.append([part.to(device, non_blocking=True) for part in batch])
     assert len(batches) == 2 * COMPARED
@@ -207,7 +199,7 @@ def two_epochs(dataset: Dataset, pin: bool, device: torch.device, **options: Any
 def batches(setting: Setting, results: dict) -> list[str]:
     """Print whether batches are the same; return what is wrong."""
     os.environ.pop("HETERO_DATA_HOSTS", None)
-    make = partial(Photos, setting.is_small, count=COMPARED * COMPARED_SIZE)
+    make = partial(Photos, setting.is_small, count=16 * COMPARED)
     # A stream's random numbers are those of a plain DataLoader. Those of a map-style Dataset are
     # not, but they do not depend on data hosts.
     crops, plain = "random crops, RemoteDataset without data hosts, ", ", a plain DataLoader, fork"
@@ -231,90 +223,78 @@ def batches(setting: Setting, results: dict) -> list[str]:
             results[name] = all(torch.equal(one.cpu(), other) for one, other in pairs)
             yield [name, "equal" if results[name] else "DIFFERENT"]
 
-    with server(setting.host, len(setting.host)) as (address, _):
+    with serving(setting.host, len(setting.host)) as (address, _):
         common.use(address)
         common.table("samples, compared with, workers start by | batches", rows())
     return [f"other batches: {name}" for name, is_equal in results.items() if not is_equal]
-
-
-# ------------------------------------------------------- ddp, fsdp: one rank
 
 
 def one_rank(parallelism: str, setting: Setting, results: dict) -> list[str]:
     """Train some steps; print their time; return what is wrong."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(common.free_port())
-    # The machine's own name need not resolve.
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # needs no host name
     warnings.filterwarnings("ignore", "Grad strides do not match")  # those of 1 x 1 convolutions
     control = join_ranks(DEVICE, parallelism)
     step, losses, ends = trainer(setting, parallelism), [], []
-    with server(setting.host, len(setting.host)) as (address, _):
+    with serving(setting.host, len(setting.host)) as (address, _):
         common.use(address)
         loader = setting.loader(RemoteDataset(Photos(setting.is_small)))
         for batch in itertools.islice(loader, RANK_STEPS):
             losses.append(step(batch).item())
             ends.append(time.perf_counter())
     leave_ranks(control)
-    steps_ms = [1e3 * (end - start) for start, end in itertools.pairwise(ends)]
-    results.update(losses=losses, steps_ms=steps_ms)
-    row = [f"{number:.1f}" for number in (losses[0], losses[-1], median(steps_ms))]
+    steps = [1e3 * (end - start) for start, end in itertools.pairwise(ends)]
+    results.update(losses=losses, steps=steps)
+    row = [f"{number:.1f}" for number in (losses[0], losses[-1], median(steps))]
     heads = f"{parallelism}, one rank | first loss | last loss | step ms, median"
     common.table(heads, [["NCCL" if CUDA else "gloo", *row]])
     return [] if all(map(math.isfinite, losses)) else ["a loss is not finite"]
 
 
-# ------------------------------------------------------- feeding: who waits for what?
-
-
 def timed(step: Callable, data: Iterator, reads_loss: bool, hosts: tuple) -> dict[str, list]:
     """Train on the data; return ms of each step, and how many cores each side has used."""
-    begun, waits, begins, ends = lists = [], [], [], []
 
-    def mark() -> Any:
-        event = torch.cuda.Event(enable_timing=True) if CUDA else None
-        if event:
-            event.record()
-        return event
+    def mark() -> None:
+        if CUDA:
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
 
-    def now() -> list[float]:
-        """Return, once the GPU has finished, the time and the CPU seconds of both sides."""
+    def cpu() -> list[float]:
         if CUDA:
             torch.cuda.synchronize()
-        its = {process for host in hosts for process in common.family(host)}
-        mine, clock = {*common.family(psutil.Process())} - its, time.perf_counter()
-        return [clock, *(common.cpu_seconds([p for p in s if p.is_running()]) for s in (mine, its))]
+        return [common.cpu_seconds([one for one in its if one.is_running()]) for its in sides]
 
+    begun, waits, marks = [], [], []
     for number in range(WARM_UP + STEPS):
+        if number == WARM_UP - 1:  # all processes have started
+            there = {process for host in hosts for process in common.family(host)}
+            sides = {*common.family(psutil.Process())} - there, there
         if number == WARM_UP:
-            for each in lists:
-                each.clear()
-            before = now()
+            begun, waits, marks, before = [], [], [], cpu()
         begun.append(time.perf_counter())
         batch = next(data)
         waits.append(1e3 * (time.perf_counter() - begun[-1]))
-        begins.append(mark())
+        mark()
         loss = step(batch)
-        ends.append(mark())
+        mark()
         if reads_loss:
             loss.item()
         if number > WARM_UP and begun[-1] - begun[0] > SECONDS:
             break
-    seconds, *cores = (new - old for new, old in zip(now(), before, strict=True))
-    spans = {"steps": (begins, begins[1:]), "idle": (ends, begins[1:]), "busy": (begins, ends)}
-    found = {name: [a.elapsed_time(b) for a, b in zip(*at) if CUDA] for name, at in spans.items()}  # noqa: B905
-    found["steps"] = found["steps"] or [1e3 * (b - a) for a, b in itertools.pairwise(begun)]
-    mean_step, used = [1e3 * seconds / len(begun)], [each / seconds for each in cores]
-    return found | {"waits": waits, "mean step": mean_step, "cores": used}
+    after, seconds = cpu(), time.perf_counter() - begun[0]
+    spans = [first.elapsed_time(then) for first, then in itertools.pairwise(marks)]
+    steps = [1e3 * (then - first) for first, then in itertools.pairwise(begun)]
+    cores = [(then - first) / seconds for first, then in zip(before, after, strict=True)]
+    found = {"mean step": 1e3 * seconds / len(begun), "steps": steps, "waits": waits}
+    return found | {"busy": spans[::2], "idle": spans[1::2], "cores": cores}
 
 
 def answer(step: Callable, loader: DataLoader, reads_loss: bool) -> dict[str, Any]:
     """Return the numbers and the verdict that `measured` prints."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         loop = measured(loader, 1)  # in as few steps as possible
-        for batch in loop:
-            if loop.reported:
-                break
+        for batch in itertools.takewhile(lambda _: not loop.reported, loop):
             loss = step(batch)
             if reads_loss:
                 loss.item()
@@ -334,13 +314,12 @@ def feeding(setting: Setting, results: dict) -> list[str]:
     def rows(name: str, dataset: Dataset | None, *hosts: psutil.Popen) -> Iterator[list[str]]:
         for reads_loss in (True, False) if CUDA else (True,):
             data = iter(setting.loader(dataset)) if dataset else itertools.repeat(lying)
-            found, said = timed(step, data, reads_loss, hosts), {}
+            found = timed(step, data, reads_loss, hosts)
             del data  # its workers end
-            if dataset:
-                said = answer(step, setting.loader(dataset), reads_loss)
+            said = answer(step, setting.loader(dataset), reads_loss) if dataset else {}
             kind = "loss.item()" if reads_loss else "runs ahead"
             results[f"{name}, {kind}"] = {**found, "measured": said}
-            [step_ms] = found["mean step"]
+            step_ms = found["mean step"]
             cells = [step_ms, median(found["steps"]), 1e3 * setting.batch_size / step_ms]
             cells += [mean(found[each] or [math.nan]) for each in ("waits", "idle", "busy")]
             cells += [*found["cores"], step_ms - floors.setdefault(reads_loss, step_ms)]
@@ -355,12 +334,12 @@ def feeding(setting: Setting, results: dict) -> list[str]:
         yield from rows("one batch, on the device", None)  # the floor of the others
         yield from rows(f"{k} workers", photos)
         with contextlib.ExitStack() as stack:
-            address, host = stack.enter_context(server(setting.host, n))
+            address, host = stack.enter_context(serving(setting.host, n))
             common.use(address)
             yield from rows(f"data host, {n} cores", RemoteDataset(photos), host)
             if k > 1:  # as python -m hetero does
                 own, at = f"unix-abstract:benchmark {os.getpid()}", setting.trainer
-                for process in common.family(stack.enter_context(server(at, k - 1, own))[1]):
+                for process in common.family(stack.enter_context(serving(at, k - 1, own))[1]):
                     run_when_idle(process.pid)
                 common.use(own, address)
                 yield from rows(f"the same, {k - 1} spare cores", RemoteDataset(photos), host)
@@ -372,20 +351,15 @@ def feeding(setting: Setting, results: dict) -> list[str]:
     return []
 
 
-# ------------------------------------------------------- all parts
-
-ranks = {name: partial(one_rank, name) for name in ("ddp", "fsdp")}
-PARTS = {"batches": batches, **ranks, "feeding": feeding}
-
-
 def run(part: str, setting: Setting) -> None:
     """Run a part in this process, and add its results to the file, even if it fails."""
+    own = {"batches": batches, "feeding": feeding}.get(part) or partial(one_rank, part)
     os.sched_setaffinity(0, setting.trainer)
     torch.set_num_threads(1)
     torch.backends.cudnn.benchmark = True
     file, results = common.ROOT / "build" / "bench" / "gpu.json", {}
     try:
-        wrong = PARTS[part](setting, results)
+        wrong = own(setting, results)
     finally:
         common.write_results("gpu", json.loads(file.read_text()) | {part: results})
     if wrong:
@@ -416,16 +390,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="small sizes, as without a GPU")
     parser.add_argument("--batch-size", type=int, help="images in a batch: 128, or 8 if small")
-    parser.add_argument("--part", choices=PARTS, help="run only this part, in this process")
+    parser.add_argument("--part", choices=ENDS, help="run only this part, in this process")
     given, cores = parser.parse_args(), common.at_least_two_cores()[:MOST_CORES]
     is_small, k = given.small or not CUDA, max(1, len(cores) // 4)
     setting = Setting(is_small, given.batch_size or (8 if is_small else 128), cores[:k], cores[k:])
-    facts = {"date": f"{date.today()}", "torch": torch.__version__}
-    facts |= {"GPU": torch.cuda.get_device_name() if CUDA and not given.part else "none"}
-    facts |= {"cores of the GPU instance": k, "cores of the data host": len(cores) - k}
-    facts |= {"cores of the machine": os.cpu_count(), "batch size": setting.batch_size}
     if given.part:
         return run(given.part, setting)
+    facts = {
+        "date": f"{date.today()}",
+        "torch": torch.__version__,
+        "batch size": setting.batch_size,
+    }
+    facts |= {"GPU": torch.cuda.get_device_name() if CUDA else "none", "cores": os.cpu_count()}
+    facts |= {"cores of the GPU instance": k, "cores of the data host": len(cores) - k}
+    facts["/dev/shm, free MB"] = psutil.disk_usage("/dev/shm").free // 10**6
     common.table("what | value", facts.items())
     common.write_results("gpu", facts)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
