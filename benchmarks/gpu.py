@@ -11,7 +11,7 @@ pinned to these. The others stand for a data host, so there is no network betwee
 share memory and caches. Each part runs in a process of its own:
 
 - batches: Are the batches on the GPU those of a loader without data hosts and page-locked memory?
-- ddp, fsdp: One rank (NCCL; gloo without a GPU) trains on batches from the data host.
+- ranks: One rank (NCCL; gloo without a GPU) trains with DDP, and with FSDP.
 - feeding: How long is a step of ResNet50, and how long do its process and its GPU wait, without
   data, with data of the GPU instance alone, and with the data host? What does `measured` say?
 
@@ -35,11 +35,10 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
 import psutil
@@ -56,17 +55,17 @@ sys.path.append(str(common.ROOT))
 from shared.measured import measured  # noqa: E402
 
 # When each part must have ended, in seconds after the first one's start.
-ENDS = {"batches": 110, "ddp": 150, "fsdp": 190, "feeding": 355}
+ENDS = {"batches": 110, "ranks": 180, "feeding": 355}
 GRACE_SECONDS, MOST_CORES = 15, 16  # for an interrupted part to end; others stay idle
 PHOTOS, CLASSES = 32, 1000
 COMPARED, RANK_STEPS = 6, 20  # compared batches of an epoch; steps of a rank
 WARM_UP, STEPS, SECONDS = 20, 60, 12.0  # of a loop, which is timed for at most so many seconds
+NOTHING = {"step_ms": math.nan, "accelerator_ms": math.nan, "verdict": ""}  # of `measured`
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """The sizes, and the cores of the GPU instance and of the data host."""
 
     is_small: bool
@@ -100,9 +99,8 @@ class Photos(Dataset):
         self.size, self.shape = (32, (48, 64)) if is_small else (224, (375, 500))
         numbers, self.files = torch.Generator().manual_seed(0), []
         for _ in range(PHOTOS):
-            colors = 224 * torch.rand(1, 3, 24, 32, generator=numbers)
-            noise = torch.randint(16, self.shape, generator=numbers)
-            photo = interpolate(colors, self.shape, mode="bilinear") + noise
+            photo = interpolate(torch.rand(1, 3, 24, 32, generator=numbers), self.shape)
+            photo = 224 * photo + torch.randint(16, photo.shape, generator=numbers)
             self.files.append(zlib.compress(photo.byte().numpy().tobytes()))
 
     def __len__(self) -> int:
@@ -129,8 +127,7 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        for index in range(worker.id, len(self.dataset), worker.num_workers):
-            yield self.dataset[index]
+        return (self.dataset[n] for n in range(worker.id, len(self.dataset), worker.num_workers))
 
 
 def normalized(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
@@ -196,19 +193,20 @@ def two_epochs(dataset: Dataset, pin: bool, device: torch.device, **options: Any
     return batches
 
 
-def batches(setting: Setting, results: dict) -> list[str]:
-    """Print whether batches are the same; return what is wrong."""
+def batches(setting: Setting, results: dict) -> None:
+    """Print whether batches are the same; fail if some are not."""
     os.environ.pop("HETERO_DATA_HOSTS", None)
     make = partial(Photos, setting.is_small, count=16 * COMPARED)
     # A stream's random numbers are those of a plain DataLoader. Those of a map-style Dataset are
     # not, but they do not depend on data hosts.
     crops, plain = "random crops, RemoteDataset without data hosts, ", ", a plain DataLoader, fork"
-    same = make(), RemoteDataset(make())
+    same, persistent = (make(), RemoteDataset(make())), {"persistent_workers": True}
+    spawn = persistent | {"multiprocessing_context": "spawn"}
     ways = {
         f"{crops}fork before CUDA is initialized": (*same, {}),
         f"{crops}fork": (*same, {}),
-        f"{crops}fork, persistent_workers": (*same, {"persistent_workers": True}),
-        f"{crops}spawn": (*same, {"multiprocessing_context": "spawn"}),
+        f"{crops}fork, persistent_workers": (*same, persistent),
+        f"{crops}spawn, persistent_workers": (*same, spawn),
         f"fixed crops{plain}": (make(is_fixed=True), make(is_fixed=True), {}),
         f"random crops in a stream{plain}": (Stream(make()), Stream(make()), {}),
     }
@@ -226,30 +224,35 @@ def batches(setting: Setting, results: dict) -> list[str]:
     with serving(setting.host, len(setting.host)) as (address, _):
         common.use(address)
         common.table("samples, compared with, workers start by | batches", rows())
-    return [f"other batches: {name}" for name, is_equal in results.items() if not is_equal]
+    if not all(results.values()):
+        sys.exit("the batches differ")
 
 
-def one_rank(parallelism: str, setting: Setting, results: dict) -> list[str]:
-    """Train some steps; print their time; return what is wrong."""
+def ranks(setting: Setting, results: dict) -> None:
+    """Train some steps as a single rank; print their time; fail if a loss is not finite."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(common.free_port())
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # needs no host name
     warnings.filterwarnings("ignore", "Grad strides do not match")  # those of 1 x 1 convolutions
-    control = join_ranks(DEVICE, parallelism)
-    step, losses, ends = trainer(setting, parallelism), [], []
-    with serving(setting.host, len(setting.host)) as (address, _):
-        common.use(address)
-        loader = setting.loader(RemoteDataset(Photos(setting.is_small)))
-        for batch in itertools.islice(loader, RANK_STEPS):
+
+    def row(parallelism: str) -> list[str]:
+        os.environ["MASTER_PORT"] = str(common.free_port())
+        control = join_ranks(DEVICE, parallelism)
+        step, losses, ends = trainer(setting, parallelism), [], []
+        for batch in itertools.islice(setting.loader(RemoteDataset(photos)), RANK_STEPS):
             losses.append(step(batch).item())
             ends.append(time.perf_counter())
-    leave_ranks(control)
-    steps = [1e3 * (end - start) for start, end in itertools.pairwise(ends)]
-    results.update(losses=losses, steps=steps)
-    row = [f"{number:.1f}" for number in (losses[0], losses[-1], median(steps))]
-    heads = f"{parallelism}, one rank | first loss | last loss | step ms, median"
-    common.table(heads, [["NCCL" if CUDA else "gloo", *row]])
-    return [] if all(map(math.isfinite, losses)) else ["a loss is not finite"]
+        leave_ranks(control)
+        steps = [1e3 * (end - start) for start, end in itertools.pairwise(ends)]
+        results[parallelism] = {"losses": losses, "steps": steps}
+        return [parallelism, *(f"{n:.1f}" for n in (losses[0], losses[-1], median(steps)))]
+
+    with serving(setting.host, len(setting.host)) as (address, _):
+        common.use(address)
+        photos, backend = Photos(setting.is_small), "NCCL" if CUDA else "gloo"
+        heads = f"one rank, {backend} | first loss | last loss | step ms, median"
+        common.table(heads, map(row, ("ddp", "fsdp")))
+    if not all(math.isfinite(loss) for its in results.values() for loss in its["losses"]):
+        sys.exit("a loss is not finite")
 
 
 def timed(step: Callable, data: Iterator, reads_loss: bool, hosts: tuple) -> dict[str, list]:
@@ -303,7 +306,7 @@ def answer(step: Callable, loader: DataLoader, reads_loss: bool) -> dict[str, An
     return {**numbers, "verdict": verdict}
 
 
-def feeding(setting: Setting, results: dict) -> list[str]:
+def feeding(setting: Setting, results: dict) -> None:
     """Print how long steps and waits are for each way to get data."""
     step, photos, floors = trainer(setting), Photos(setting.is_small), {}
     start, batch = time.process_time(), [photos[index] for index in range(setting.batch_size)]
@@ -316,18 +319,17 @@ def feeding(setting: Setting, results: dict) -> list[str]:
             data = iter(setting.loader(dataset)) if dataset else itertools.repeat(lying)
             found = timed(step, data, reads_loss, hosts)
             del data  # its workers end
-            said = answer(step, setting.loader(dataset), reads_loss) if dataset else {}
+            said = answer(step, setting.loader(dataset), reads_loss) if dataset else NOTHING
             kind = "loss.item()" if reads_loss else "runs ahead"
             results[f"{name}, {kind}"] = {**found, "measured": said}
             step_ms = found["mean step"]
             cells = [step_ms, median(found["steps"]), 1e3 * setting.batch_size / step_ms]
             cells += [mean(found[each] or [math.nan]) for each in ("waits", "idle", "busy")]
             cells += [*found["cores"], step_ms - floors.setdefault(reads_loss, step_ms)]
-            if said:
-                costs = said["step_ms"] - said["accelerator_ms"]
-                cells += [costs, 100 * costs / said["step_ms"], said.get("cpu_percent", math.nan)]
+            costs = said["step_ms"] - said["accelerator_ms"]
+            cells += [costs, 100 * costs / said["step_ms"], said.get("cpu_percent", math.nan)]
             shown = ["" if math.isnan(cell) else f"{cell:.1f}" for cell in cells]
-            yield [name, kind, *shown, *([said["verdict"]] if said else [""] * 4)]
+            yield [name, kind, *shown, said["verdict"]]
 
     def all_rows() -> Iterator[list[str]]:
         k, n = len(setting.trainer), len(setting.host)
@@ -348,22 +350,22 @@ def feeding(setting: Setting, results: dict) -> list[str]:
     heads += " | GPU busy ms | cores used: GPU instance | data host | step ms above the floor"
     heads += " | `measured`: data costs ms | % of a step | CPUs busy % | verdict"
     common.table(heads, all_rows())
-    return []
+
+
+PARTS = {"batches": batches, "ranks": ranks, "feeding": feeding}
 
 
 def run(part: str, setting: Setting) -> None:
     """Run a part in this process, and add its results to the file, even if it fails."""
-    own = {"batches": batches, "feeding": feeding}.get(part) or partial(one_rank, part)
     os.sched_setaffinity(0, setting.trainer)
     torch.set_num_threads(1)
     torch.backends.cudnn.benchmark = True
     file, results = common.ROOT / "build" / "bench" / "gpu.json", {}
     try:
-        wrong = own(setting, results)
+        PARTS[part](setting, results)
     finally:
-        common.write_results("gpu", json.loads(file.read_text()) | {part: results})
-    if wrong:
-        sys.exit(f"{part}: {', '.join(wrong)}")
+        others = json.loads(file.read_text()) if file.exists() else {}
+        common.write_results("gpu", others | {part: results})
 
 
 def start(part: str, seconds: float) -> bool:
@@ -374,15 +376,14 @@ def start(part: str, seconds: float) -> bool:
     try:
         return process.wait(max(1, seconds)) == 0
     except psutil.TimeoutExpired:
-        print(f"\nIt is too slow, or hangs: {part}", flush=True)
-        return False
+        return False  # it is too slow, or hangs
     finally:
+        print(f"\n{part}: {time.monotonic() - begun:.0f} of {seconds:.0f} s", flush=True)
         if process.poll() is None:
             everyone = common.family(process)
             process.send_signal(signal.SIGINT)
             for one in psutil.wait_procs(everyone, GRACE_SECONDS)[1]:
                 one.kill()
-        print(f"\n{part}: {time.monotonic() - begun:.0f} s", flush=True)
 
 
 def main() -> None:
@@ -396,11 +397,7 @@ def main() -> None:
     setting = Setting(is_small, given.batch_size or (8 if is_small else 128), cores[:k], cores[k:])
     if given.part:
         return run(given.part, setting)
-    facts = {
-        "date": f"{date.today()}",
-        "torch": torch.__version__,
-        "batch size": setting.batch_size,
-    }
+    facts = {"date": f"{date.today()}", "torch": torch.__version__, "batch": setting.batch_size}
     facts |= {"GPU": torch.cuda.get_device_name() if CUDA else "none", "cores": os.cpu_count()}
     facts |= {"cores of the GPU instance": k, "cores of the data host": len(cores) - k}
     facts["/dev/shm, free MB"] = psutil.disk_usage("/dev/shm").free // 10**6
