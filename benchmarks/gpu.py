@@ -3,12 +3,10 @@
     .venv/bin/python benchmarks/gpu.py      at most six minutes
 
 It is for an idle machine with an NVIDIA GPU and some 16 cores. Without a GPU, or with --small,
-everything is small and takes a minute, which only shows that it works. It needs torch, grpcio,
-cloudpickle and psutil.
+everything is small and takes a minute, which only shows that it works.
 
 A quarter of the cores stands for the GPU instance: the training and its DataLoader's workers are
-pinned to these. The others stand for a data host, so there is no network between the two, and they
-share memory and caches. Each part runs in a process of its own:
+pinned to these. The others stand for a data host, without a network. The parts:
 
 - batches: Are the batches on the GPU those of a loader without data hosts and page-locked memory?
 - ranks: One rank (NCCL; gloo without a GPU) trains with DDP, and with FSDP.
@@ -28,14 +26,12 @@ import itertools
 import json
 import math
 import os
-import re
 import signal
 import sys
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from datetime import date
 from functools import partial
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -48,7 +44,7 @@ from torch.nn.functional import cross_entropy, interpolate
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from feed import RemoteDataset
-from hetero.spare import run_when_idle, starting_on
+from hetero.spare import run_when_idle
 from parallel import join_ranks, leave_ranks, share_model
 
 sys.path.append(str(common.ROOT))
@@ -56,7 +52,7 @@ from shared.measured import measured  # noqa: E402
 
 # When each part must have ended, in seconds after the first one's start.
 ENDS = {"batches": 110, "ranks": 180, "feeding": 355}
-GRACE_SECONDS, MOST_CORES = 15, 16  # for an interrupted part to end; others stay idle
+MOST_CORES = 16  # on larger machines, the others stay idle
 PHOTOS, CLASSES = 32, 1000
 COMPARED, RANK_STEPS = 6, 20  # compared batches of an epoch; steps of a rank
 WARM_UP, STEPS, SECONDS = 20, 60, 12.0  # of a loop, which is timed for at most so many seconds
@@ -75,17 +71,12 @@ class Setting(NamedTuple):
 
     def loader(self, dataset: Dataset) -> DataLoader:
         """Return a DataLoader with a worker for each core of the GPU instance."""
-        workers = len(self.trainer)
-        return DataLoader(dataset, self.batch_size, num_workers=workers, pin_memory=CUDA)
+        return DataLoader(dataset, self.batch_size, num_workers=len(self.trainer), pin_memory=CUDA)
 
 
-@contextlib.contextmanager
-def serving(cores: list[int], workers: int, address: str = "") -> Iterator[tuple[str, Any]]:
-    """Run a data server on these cores; yield its address and its process."""
-    with contextlib.ExitStack() as stack:
-        with starting_on(cores):
-            server = stack.enter_context(common.data_host(workers, address=address))
-        yield server
+def pinned(cores: list[int]) -> tuple[str, ...]:
+    """Return the words to put before a command that is to run on these cores."""
+    return "taskset", "--cpu-list", ",".join(map(str, cores))
 
 
 class Photos(Dataset):
@@ -189,7 +180,6 @@ def two_epochs(dataset: Dataset, pin: bool, device: torch.device, **options: Any
     for batch in itertools.chain(loader, loader):
         assert all(part.is_pinned() == pin for part in batch)
         batches.append([part.to(device, non_blocking=True) for part in batch])
-    assert len(batches) == 2 * COMPARED
     return batches
 
 
@@ -201,12 +191,14 @@ def batches(setting: Setting, results: dict) -> None:
     # not, but they do not depend on data hosts.
     crops, plain = "random crops, RemoteDataset without data hosts, ", ", a plain DataLoader, fork"
     same, persistent = (make(), RemoteDataset(make())), {"persistent_workers": True}
-    spawn = persistent | {"multiprocessing_context": "spawn"}
     ways = {
         f"{crops}fork before CUDA is initialized": (*same, {}),
         f"{crops}fork": (*same, {}),
         f"{crops}fork, persistent_workers": (*same, persistent),
-        f"{crops}spawn, persistent_workers": (*same, spawn),
+        f"{crops}spawn, persistent_workers": (
+            *same,
+            persistent | {"multiprocessing_context": "spawn"},
+        ),
         f"fixed crops{plain}": (make(is_fixed=True), make(is_fixed=True), {}),
         f"random crops in a stream{plain}": (Stream(make()), Stream(make()), {}),
     }
@@ -221,7 +213,7 @@ def batches(setting: Setting, results: dict) -> None:
             results[name] = all(torch.equal(one.cpu(), other) for one, other in pairs)
             yield [name, "equal" if results[name] else "DIFFERENT"]
 
-    with serving(setting.host, len(setting.host)) as (address, _):
+    with common.data_host(len(setting.host), *pinned(setting.host)) as (address, _):
         common.use(address)
         common.table("samples, compared with, workers start by | batches", rows())
     if not all(results.values()):
@@ -246,7 +238,7 @@ def ranks(setting: Setting, results: dict) -> None:
         results[parallelism] = {"losses": losses, "steps": steps}
         return [parallelism, *(f"{n:.1f}" for n in (losses[0], losses[-1], median(steps)))]
 
-    with serving(setting.host, len(setting.host)) as (address, _):
+    with common.data_host(len(setting.host), *pinned(setting.host)) as (address, _):
         common.use(address)
         photos, backend = Photos(setting.is_small), "NCCL" if CUDA else "gloo"
         heads = f"one rank, {backend} | first loss | last loss | step ms, median"
@@ -287,10 +279,10 @@ def timed(step: Callable, data: Iterator, reads_loss: bool, hosts: tuple) -> dic
             break
     after, seconds = cpu(), time.perf_counter() - begun[0]
     spans = [first.elapsed_time(then) for first, then in itertools.pairwise(marks)]
-    steps = [1e3 * (then - first) for first, then in itertools.pairwise(begun)]
-    cores = [(then - first) / seconds for first, then in zip(before, after, strict=True)]
-    found = {"mean step": 1e3 * seconds / len(begun), "steps": steps, "waits": waits}
-    return found | {"busy": spans[::2], "idle": spans[1::2], "cores": cores}
+    found = {"mean step": 1e3 * seconds / len(begun), "waits": waits}
+    found["steps"] = [1e3 * (then - first) for first, then in itertools.pairwise(begun)]
+    found["cores"] = [(then - first) / seconds for first, then in zip(before, after, strict=True)]
+    return found | {"busy": spans[::2], "idle": spans[1::2]}
 
 
 def answer(step: Callable, loader: DataLoader, reads_loss: bool) -> dict[str, Any]:
@@ -301,16 +293,16 @@ def answer(step: Callable, loader: DataLoader, reads_loss: bool) -> dict[str, An
             loss = step(batch)
             if reads_loss:
                 loss.item()
-    verdict = re.search(r"^verdict +(.*?)(?::|$)", said.getvalue(), re.M)[1]
-    numbers = json.loads(re.search(r'^{"measured": .*', said.getvalue(), re.M)[0])["measured"]
-    return {**numbers, "verdict": verdict}
+    *lines, last = said.getvalue().splitlines()
+    [verdict] = [line.split(None, 1)[1] for line in lines if line.startswith("verdict")]
+    return json.loads(last)["measured"] | {"verdict": verdict.split(":")[0]}
 
 
 def feeding(setting: Setting, results: dict) -> None:
     """Print how long steps and waits are for each way to get data."""
     step, photos, floors = trainer(setting), Photos(setting.is_small), {}
-    start, batch = time.process_time(), [photos[index] for index in range(setting.batch_size)]
-    results["sample ms"] = 1e3 * (time.process_time() - start) / len(batch)
+    begun, batch = time.process_time(), [photos[index] for index in range(setting.batch_size)]
+    results["sample ms"] = 1e3 * (time.process_time() - begun) / len(batch)
     print(f"\nA sample takes {results['sample ms']:.1f} ms of CPU time.", flush=True)
     lying = [part.to(DEVICE) for part in torch.utils.data.default_collate(batch)]
 
@@ -336,12 +328,13 @@ def feeding(setting: Setting, results: dict) -> None:
         yield from rows("one batch, on the device", None)  # the floor of the others
         yield from rows(f"{k} workers", photos)
         with contextlib.ExitStack() as stack:
-            address, host = stack.enter_context(serving(setting.host, n))
+            address, host = stack.enter_context(common.data_host(n, *pinned(setting.host)))
             common.use(address)
             yield from rows(f"data host, {n} cores", RemoteDataset(photos), host)
             if k > 1:  # as python -m hetero does
-                own, at = f"unix-abstract:benchmark {os.getpid()}", setting.trainer
-                for process in common.family(stack.enter_context(serving(at, k - 1, own))[1]):
+                own = f"unix-abstract:benchmark {os.getpid()}"
+                _, spare = stack.enter_context(common.data_host(k - 1, address=own))
+                for process in common.family(spare):
                     run_when_idle(process.pid)
                 common.use(own, address)
                 yield from rows(f"the same, {k - 1} spare cores", RemoteDataset(photos), host)
@@ -382,7 +375,7 @@ def start(part: str, seconds: float) -> bool:
         if process.poll() is None:
             everyone = common.family(process)
             process.send_signal(signal.SIGINT)
-            for one in psutil.wait_procs(everyone, GRACE_SECONDS)[1]:
+            for one in psutil.wait_procs(everyone, timeout=15)[1]:
                 one.kill()
 
 
@@ -397,10 +390,10 @@ def main() -> None:
     setting = Setting(is_small, given.batch_size or (8 if is_small else 128), cores[:k], cores[k:])
     if given.part:
         return run(given.part, setting)
-    facts = {"date": f"{date.today()}", "torch": torch.__version__, "batch": setting.batch_size}
-    facts |= {"GPU": torch.cuda.get_device_name() if CUDA else "none", "cores": os.cpu_count()}
-    facts |= {"cores of the GPU instance": k, "cores of the data host": len(cores) - k}
-    facts["/dev/shm, free MB"] = psutil.disk_usage("/dev/shm").free // 10**6
+    card = torch.cuda.get_device_name() if CUDA else "none"
+    facts = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "GPU": card}
+    facts |= {"cores": os.cpu_count(), "of these, GPU instance": k, "data host": len(cores) - k}
+    facts |= {"batch": setting.batch_size, "/dev/shm": psutil.disk_usage("/dev/shm").free}
     common.table("what | value", facts.items())
     common.write_results("gpu", facts)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
