@@ -53,8 +53,7 @@ from shared.measured import measured  # noqa: E402
 # When each part must have ended, in seconds after the first one's start.
 ENDS = {"batches": 110, "ranks": 180, "feeding": 355}
 MOST_CORES = 16  # on larger machines, the others stay idle
-PHOTOS, CLASSES = 32, 1000
-COMPARED, RANK_STEPS = 6, 20  # compared batches of an epoch; steps of a rank
+PHOTOS, CLASSES, RANK_STEPS = 32, 1000, 20
 WARM_UP, STEPS, SECONDS = 20, 60, 12.0  # of a loop, which is timed for at most so many seconds
 NOTHING = {"step_ms": math.nan, "accelerator_ms": math.nan, "verdict": ""}  # of `measured`
 CUDA = torch.cuda.is_available()
@@ -73,18 +72,16 @@ class Setting(NamedTuple):
         """Return a DataLoader with a worker for each core of the GPU instance."""
         return DataLoader(dataset, self.batch_size, num_workers=len(self.trainer), pin_memory=CUDA)
 
-
-def pinned(cores: list[int]) -> tuple[str, ...]:
-    """Return the words to put before a command that is to run on these cores."""
-    return "taskset", "--cpu-list", ",".join(map(str, cores))
+    def data_host(self) -> contextlib.AbstractContextManager:
+        """Run a data host on its cores, with a worker for each."""
+        cores = ",".join(map(str, self.host))
+        return common.data_host(len(self.host), "taskset", "--cpu-list", cores)
 
 
 class Photos(Dataset):
-    """Photos of ImageNet's size, decompressed like PNG files, cropped, resized and flipped.
+    """Photos, as large as ImageNet's, decompressed as PNG files are, cropped, resized, flipped."""
 
-    A sample takes some 6 ms of CPU time, and is uint8. is_fixed: take random numbers by the index.
-    """
-
+    # is_fixed: take the random numbers of a sample from its index.
     def __init__(self, is_small: bool, is_fixed: bool = False, count: int = 10_000_000):
         self.is_fixed, self.count = is_fixed, count
         self.size, self.shape = (32, (48, 64)) if is_small else (224, (375, 500))
@@ -173,32 +170,30 @@ def trainer(setting: Setting, parallelism: str = "ddp") -> Callable[[list], torc
     return step
 
 
-def two_epochs(dataset: Dataset, pin: bool, device: torch.device, **options: Any) -> list:
-    """Return all batches of two epochs, on the device."""
+def two_epochs(dataset: Dataset, pin: bool, **options: Any) -> list[torch.Tensor]:
+    """Return the images and labels of all batches of two epochs, on the GPU."""
     torch.manual_seed(0)
-    loader, batches = DataLoader(dataset, 16, num_workers=2, pin_memory=pin, **options), []
+    loader, parts = DataLoader(dataset, 16, num_workers=2, pin_memory=pin, **options), []
     for batch in itertools.chain(loader, loader):
         assert all(part.is_pinned() == pin for part in batch)
-        batches.append([part.to(device, non_blocking=True) for part in batch])
-    return batches
+        parts += [part.to(DEVICE, non_blocking=True) for part in batch]
+    return parts
 
 
 def batches(setting: Setting, results: dict) -> None:
     """Print whether batches are the same; fail if some are not."""
     os.environ.pop("HETERO_DATA_HOSTS", None)
-    make = partial(Photos, setting.is_small, count=16 * COMPARED)
+    make = partial(Photos, setting.is_small, count=6 * 16)  # batches, and their size
     # A stream's random numbers are those of a plain DataLoader. Those of a map-style Dataset are
     # not, but they do not depend on data hosts.
     crops, plain = "random crops, RemoteDataset without data hosts, ", ", a plain DataLoader, fork"
     same, persistent = (make(), RemoteDataset(make())), {"persistent_workers": True}
+    spawn = persistent | {"multiprocessing_context": "spawn"}
     ways = {
         f"{crops}fork before CUDA is initialized": (*same, {}),
         f"{crops}fork": (*same, {}),
         f"{crops}fork, persistent_workers": (*same, persistent),
-        f"{crops}spawn, persistent_workers": (
-            *same,
-            persistent | {"multiprocessing_context": "spawn"},
-        ),
+        f"{crops}spawn, persistent_workers": (*same, spawn),
         f"fixed crops{plain}": (make(is_fixed=True), make(is_fixed=True), {}),
         f"random crops in a stream{plain}": (Stream(make()), Stream(make()), {}),
     }
@@ -206,14 +201,12 @@ def batches(setting: Setting, results: dict) -> None:
     def rows() -> Iterator[list[str]]:
         for number, (name, (dataset, reference, options)) in enumerate(ways.items()):
             assert torch.cuda.is_initialized() == (CUDA and number > 0)
-            ours = two_epochs(RemoteDataset(dataset), CUDA, DEVICE, **options)
-            forked = options | {"multiprocessing_context": "fork"}
-            theirs = two_epochs(reference, False, torch.device("cpu"), **forked)
-            pairs = zip(sum(ours, []), sum(theirs, []), strict=True)
-            results[name] = all(torch.equal(one.cpu(), other) for one, other in pairs)
+            ours = two_epochs(RemoteDataset(dataset), CUDA, **options)
+            theirs = two_epochs(reference, False, **options | {"multiprocessing_context": "fork"})
+            results[name] = len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
             yield [name, "equal" if results[name] else "DIFFERENT"]
 
-    with common.data_host(len(setting.host), *pinned(setting.host)) as (address, _):
+    with setting.data_host() as (address, _):
         common.use(address)
         common.table("samples, compared with, workers start by | batches", rows())
     if not all(results.values()):
@@ -238,7 +231,7 @@ def ranks(setting: Setting, results: dict) -> None:
         results[parallelism] = {"losses": losses, "steps": steps}
         return [parallelism, *(f"{n:.1f}" for n in (losses[0], losses[-1], median(steps)))]
 
-    with common.data_host(len(setting.host), *pinned(setting.host)) as (address, _):
+    with setting.data_host() as (address, _):
         common.use(address)
         photos, backend = Photos(setting.is_small), "NCCL" if CUDA else "gloo"
         heads = f"one rank, {backend} | first loss | last loss | step ms, median"
@@ -285,14 +278,12 @@ def timed(step: Callable, data: Iterator, reads_loss: bool, hosts: tuple) -> dic
     return found | {"busy": spans[::2], "idle": spans[1::2]}
 
 
-def answer(step: Callable, loader: DataLoader, reads_loss: bool) -> dict[str, Any]:
+def answer(step: Callable, loader: DataLoader) -> dict[str, Any]:
     """Return the numbers and the verdict that `measured` prints."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         loop = measured(loader, 1)  # in as few steps as possible
         for batch in itertools.takewhile(lambda _: not loop.reported, loop):
-            loss = step(batch)
-            if reads_loss:
-                loss.item()
+            step(batch)
     *lines, last = said.getvalue().splitlines()
     [verdict] = [line.split(None, 1)[1] for line in lines if line.startswith("verdict")]
     return json.loads(last)["measured"] | {"verdict": verdict.split(":")[0]}
@@ -311,11 +302,12 @@ def feeding(setting: Setting, results: dict) -> None:
             data = iter(setting.loader(dataset)) if dataset else itertools.repeat(lying)
             found = timed(step, data, reads_loss, hosts)
             del data  # its workers end
-            said = answer(step, setting.loader(dataset), reads_loss) if dataset else NOTHING
+            train = (lambda batch: step(batch).item()) if reads_loss else step
+            said = answer(train, setting.loader(dataset)) if dataset else NOTHING
             kind = "loss.item()" if reads_loss else "runs ahead"
             results[f"{name}, {kind}"] = {**found, "measured": said}
-            step_ms = found["mean step"]
-            cells = [step_ms, median(found["steps"]), 1e3 * setting.batch_size / step_ms]
+            step_ms, usual = found["mean step"], median(found["steps"])
+            cells = [step_ms, usual, 1e3 * setting.batch_size / step_ms]
             cells += [mean(found[each] or [math.nan]) for each in ("waits", "idle", "busy")]
             cells += [*found["cores"], step_ms - floors.setdefault(reads_loss, step_ms)]
             costs = said["step_ms"] - said["accelerator_ms"]
@@ -328,7 +320,7 @@ def feeding(setting: Setting, results: dict) -> None:
         yield from rows("one batch, on the device", None)  # the floor of the others
         yield from rows(f"{k} workers", photos)
         with contextlib.ExitStack() as stack:
-            address, host = stack.enter_context(common.data_host(n, *pinned(setting.host)))
+            address, host = stack.enter_context(setting.data_host())
             common.use(address)
             yield from rows(f"data host, {n} cores", RemoteDataset(photos), host)
             if k > 1:  # as python -m hetero does
