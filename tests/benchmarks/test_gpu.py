@@ -10,6 +10,7 @@ from helpers.pages import ROOT
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(720)
 def test_all_parts_run_and_print_what_they_measure():
     command = [sys.executable, "benchmarks/gpu.py", "--small"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
