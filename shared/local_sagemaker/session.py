@@ -29,7 +29,7 @@ from . import cluster, model, refusals
 from .isolation import set_aside
 from .job import Job
 
-ROLE = "LocalSageMakerRole"
+ROLE_NAME = "LocalSageMakerRole"
 # A socket's path can have at most 107 characters. Python creates sockets for worker processes and
 # shared memory in a host's temporary folder; this is the longest path below TMPDIR.
 SOCKET = "/local-sagemaker-12345678/algo-10/tmp/pymp-12345678/listener-12345678"
@@ -83,7 +83,7 @@ class LocalSageMaker(contextlib.AbstractContextManager):
             self._undo.enter_context(mock.patch.object(owner, name, method, create=True))
         allowed = {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}}
         trust = json.dumps({"Statement": [{**allowed, "Action": "sts:AssumeRole"}]})
-        role = boto3.client("iam").create_role(RoleName=ROLE, AssumeRolePolicyDocument=trust)
+        role = boto3.client("iam").create_role(RoleName=ROLE_NAME, AssumeRolePolicyDocument=trust)
         self.role = role["Role"]["Arn"]
 
     def _answer(self, response: SageMakerResponse) -> tuple:
