@@ -101,7 +101,7 @@ def read_output(host: RunningHost, events: TextIO) -> None:
     """Write one event for each line that the host has printed; notice when its output ends."""
     data = os.read(host.process.stdout.fileno(), 1 << 16)
     host.output_open = bool(data)
-    # At \r, too, which progress bars, such as tqdm's, print at each update.
+    # This also splits at \r, which progress bars, such as tqdm's, print at each update.
     *lines, rest = (host.unfinished_line + data + END).splitlines()
     if rest != END and (not data or len(rest) > LONGEST_LINE):
         lines, rest = [*lines, rest.removesuffix(END)], END
