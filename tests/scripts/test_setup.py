@@ -104,7 +104,7 @@ def test_pages_promise_the_pythons_that_the_set_up_takes_and_ci_runs():
     words = f"{', '.join(most)} (or|and) {last}"
     for page in ("docs/setup.md", "docs/teaching.md", "docs/limits.md", "workshop.md"):
         assert re.search(words, " ".join((ROOT / page).read_text().split())), page
-    assert f"Python {versions[0]} to {last}." in (ROOT / "README.md").read_text()
+    assert f"Python {versions[0]} to {last}," in (ROOT / "README.md").read_text()
     assert re.search(f"^# .*for Python {words}", (ROOT / "requirements.txt").read_text())
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
     assert workflow["jobs"]["tests"]["strategy"]["matrix"]["python"] == versions
