@@ -1,0 +1,106 @@
+"""A node of Ray on each host: python -m hetero --spare-cores 0 --serve serve.py train.py.
+
+Data hosts run this file. The training script imports it before ray, and calls join() or drive().
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import hetero
+
+TRAIN_GROUP = "dnn_group"  # the same as --train-group
+STORE_BYTES_PER_CORE = 256 << 20  # of memory for Ray's objects: two of Ray Data's largest blocks
+WAIT_SECONDS = 120  # for the nodes of all hosts
+
+if "ray" in sys.modules:
+    sys.exit("Import serve before ray: ray reads its token when it is imported.")
+cluster = hetero.read_cluster()
+if TRAIN_GROUP not in cluster.groups and len(cluster.groups) > 1:
+    sys.exit(f"There is no instance group {TRAIN_GROUP}: change TRAIN_GROUP in serve.py.")
+head = socket.gethostbyname(cluster.address(cluster.groups.get(TRAIN_GROUP, cluster.hosts)[0]))
+port = cluster.base_port + 2  # of Ray's head; data servers have it on the data hosts
+os.environ |= {
+    "RAY_ADDRESS": f"{head}:{port}",  # for ray.init()
+    "RAY_AUTH_MODE": "token",  # without it, whoever reaches one of Ray's ports can run code
+    "RAY_AUTH_TOKEN": os.environ["HETERO_TOKEN"],
+    "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1",  # in /tmp if /dev/shm is too small
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+kept = []  # sockets that close when this process ends
+
+
+def command(*options: str) -> list[str]:
+    """Return the command that starts this host's node."""
+    cores = len(os.sched_getaffinity(0))
+    # What asks for no GPU needs a CPU, so it runs on data hosts if there are any.
+    is_idle = "RANK" in os.environ and os.environ["HETERO_DATA_HOSTS"]
+    words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
+    words += ["--num-cpus", "0" if is_idle else str(cores)]
+    words += ["--resources", f'{{"{cluster.group}": 1000}}']  # for what must run in this group
+    words += ["--object-store-memory", str(cores * STORE_BYTES_PER_CORE)]
+    words += ["--node-ip-address", socket.gethostbyname(cluster.address(cluster.host))]
+    words += ["--min-worker-port", "0", "--max-worker-port", "0"]  # any: hosts may share a machine
+    return [*words, *options]
+
+
+def connect(address: str, port: int) -> socket.socket:
+    """Connect to a port of the first training host, as soon as something listens there."""
+    while True:
+        try:
+            return socket.create_connection((address, port), 5)
+        except OSError:  # not yet; hetero ends the job if that host is lost
+            time.sleep(0.5)
+
+
+def start_node() -> None:
+    """Start this host's node, which ends with the host; the first rank of each host calls it."""
+    if os.environ["RANK"] == "0":
+        options = ["--head", "--port", str(port), "--include-dashboard", "false"]
+        options += ["--ray-client-server-port", str(port + 1)]
+    else:
+        connect(head, port).close()
+        options = ["--address", os.environ["RAY_ADDRESS"]]
+    subprocess.run(command(*options), check=True, stdout=subprocess.DEVNULL)
+
+
+def join() -> None:
+    """Call ray.init() in this rank, after the nodes of all hosts have started."""
+    if os.environ["LOCAL_RANK"] == "0":
+        start_node()
+    connect(head, port).close()
+    import ray
+
+    ray.init(log_to_driver=os.environ["RANK"] == "0")
+    end, nodes = time.monotonic() + WAIT_SECONDS, 0
+    while nodes < len(cluster.hosts) and time.monotonic() < end:
+        time.sleep(0.5)
+        nodes = sum(node["Alive"] for node in ray.nodes())
+    print(f"ray: {nodes} of {len(cluster.hosts)} nodes, {ray.cluster_resources()}", flush=True)
+
+
+def drive() -> None:
+    """Call join() in rank 0. All other ranks wait for its end, and do not return.
+
+    For Ray Train, Tune and RLlib, which start processes on the training hosts themselves.
+    """
+    master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ["RANK"] == "0":
+        join()
+        kept.append(socket.create_server(master))
+        return
+    if os.environ["LOCAL_RANK"] == "0":
+        start_node()
+    with connect(*master) as rank0:
+        rank0.settimeout(None)
+        rank0.recv(1)
+    sys.exit()
+
+
+if __name__ == "__main__":  # on a data host
+    connect(head, port).close()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a node's end prints hundreds of lines
+    words = command("--address", os.environ["RAY_ADDRESS"], "--block")
+    os.execv(words[0], words)
