@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import hetero
@@ -27,6 +28,8 @@ os.environ |= {
     "RAY_AUTH_MODE": "token",  # without it, whoever reaches one of Ray's ports can run code
     "RAY_AUTH_TOKEN": os.environ["HETERO_TOKEN"],
     "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1",  # in /tmp if /dev/shm is too small
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a data host ends when there is no training left
+    "RAY_COLOR_PREFIX": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 kept = []  # sockets that close when this process ends
@@ -37,12 +40,13 @@ def command(*options: str) -> list[str]:
     cores = len(os.sched_getaffinity(0))
     # What asks for no GPU needs a CPU, so it runs on data hosts if there are any.
     is_idle = "RANK" in os.environ and os.environ["HETERO_DATA_HOSTS"]
-    words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
+    words = [sys.executable, "-m", "ray.scripts.scripts", "start"]
     words += ["--num-cpus", "0" if is_idle else str(cores)]
     words += ["--resources", f'{{"{cluster.group}": 1000}}']  # for what must run in this group
     words += ["--object-store-memory", str(cores * STORE_BYTES_PER_CORE)]
     words += ["--node-ip-address", socket.gethostbyname(cluster.address(cluster.host))]
-    words += ["--min-worker-port", "0", "--max-worker-port", "0"]  # any: hosts may share a machine
+    # Locally, hosts share a machine: each needs a folder and ports of its own.
+    words += ["--temp-dir", tempfile.gettempdir(), "--min-worker-port", "0", "--max-worker-port", "0"]
     return [*words, *options]
 
 
@@ -78,7 +82,8 @@ def join() -> None:
     while nodes < len(cluster.hosts) and time.monotonic() < end:
         time.sleep(0.5)
         nodes = sum(node["Alive"] for node in ray.nodes())
-    print(f"ray: {nodes} of {len(cluster.hosts)} nodes, {ray.cluster_resources()}", flush=True)
+    cores = ray.cluster_resources().get("CPU", 0)
+    print(f"ray: {nodes} of {len(cluster.hosts)} nodes, which offer {cores:.0f} cores", flush=True)
 
 
 def drive() -> None:
