@@ -3,6 +3,7 @@
 Data hosts run this file. The training script imports it before ray, and calls join() or drive().
 """
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -29,8 +30,12 @@ os.environ |= {
     "RAY_AUTH_TOKEN": os.environ["HETERO_TOKEN"],
     "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1",  # in /tmp if /dev/shm is too small
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a data host ends when there is no training left
-    "RAY_COLOR_PREFIX": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # The log is a file: no colors, no bars, and not what Ray Train prints each second because the
+    # dashboard is off.
+    "RAY_COLOR_PREFIX": "0",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "Failed to query Ray Train Controller actor state",
 }
 kept = []  # sockets that close when this process ends
 
@@ -42,7 +47,7 @@ def command(*options: str) -> list[str]:
     is_idle = "RANK" in os.environ and os.environ["HETERO_DATA_HOSTS"]
     words = [sys.executable, "-m", "ray.scripts.scripts", "start"]
     words += ["--num-cpus", "0" if is_idle else str(cores)]
-    words += ["--resources", f'{{"{cluster.group}": 1000}}']  # for what must run in this group
+    words += ["--resources", f'{{"{cluster.group}": 1}}']  # for what must run in this group
     words += ["--object-store-memory", str(cores * STORE_BYTES_PER_CORE)]
     words += ["--node-ip-address", socket.gethostbyname(cluster.address(cluster.host))]
     # Locally, hosts share a machine: each needs a folder and ports of its own.
@@ -100,7 +105,8 @@ def drive() -> None:
         start_node()
     with connect(*master) as rank0:
         rank0.settimeout(None)
-        rank0.recv(1)
+        with contextlib.suppress(OSError):
+            rank0.recv(1)  # returns, or fails, when rank 0 ends
     sys.exit()
 
 

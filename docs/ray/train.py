@@ -43,7 +43,6 @@ signal.signal(signal.SIGTERM, lambda *_: told.append(True))  # after join(): Ray
 # Rank 0 makes the Dataset. Each rank gets an equal part of every epoch.
 parts, part = None, [None]
 if dist.get_rank() == 0:
-    ray.data.DataContext.get_current().enable_progress_bars = False
     dataset = ray.data.read_images(
         str(FOLDER), size=(SIZE, SIZE), mode="RGB", include_paths=True, shuffle="files"
     )
