@@ -23,6 +23,7 @@ cluster = hetero.read_cluster()
 if TRAIN_GROUP not in cluster.groups and len(cluster.groups) > 1:
     sys.exit(f"There is no instance group {TRAIN_GROUP}: change TRAIN_GROUP in serve.py.")
 head = socket.gethostbyname(cluster.address(cluster.groups.get(TRAIN_GROUP, cluster.hosts)[0]))
+here = socket.gethostbyname(cluster.address(cluster.host))
 port = cluster.base_port + 2  # of Ray's head; data servers have it on the data hosts
 os.environ |= {
     "RAY_ADDRESS": f"{head}:{port}",  # for ray.init()
@@ -30,6 +31,7 @@ os.environ |= {
     "RAY_AUTH_TOKEN": os.environ["HETERO_TOKEN"],
     "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1",  # in /tmp if /dev/shm is too small
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a data host ends when there is no training left
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "30",  # then all nodes end if the head is lost
     "RAY_USAGE_STATS_ENABLED": "0",
     # The log is a file: no colors, no bars, and not what Ray Train prints each second because the
     # dashboard is off.
@@ -49,9 +51,10 @@ def command(*options: str) -> list[str]:
     words += ["--num-cpus", "0" if is_idle else str(cores)]
     words += ["--resources", f'{{"{cluster.group}": 1}}']  # for what must run in this group
     words += ["--object-store-memory", str(cores * STORE_BYTES_PER_CORE)]
-    words += ["--node-ip-address", socket.gethostbyname(cluster.address(cluster.host))]
+    words += ["--node-ip-address", here]
     # Locally, hosts share a machine: each needs a folder and ports of its own.
-    words += ["--temp-dir", tempfile.gettempdir(), "--min-worker-port", "0", "--max-worker-port", "0"]
+    words += ["--temp-dir", tempfile.gettempdir()]
+    words += ["--min-worker-port", "0", "--max-worker-port", "0"]
     return [*words, *options]
 
 
@@ -72,7 +75,8 @@ def start_node() -> None:
     else:
         connect(head, port).close()
         options = ["--address", os.environ["RAY_ADDRESS"]]
-    subprocess.run(command(*options), check=True, stdout=subprocess.DEVNULL)
+    if status := subprocess.call(command(*options), stdout=subprocess.DEVNULL):
+        sys.exit(status)  # Ray has printed the reason
 
 
 def join() -> None:
@@ -82,7 +86,8 @@ def join() -> None:
     connect(head, port).close()
     import ray
 
-    ray.init(log_to_driver=os.environ["RANK"] == "0")
+    # Ray would find the address itself, but not the right one if hosts share a machine.
+    ray.init(_node_ip_address=here, log_to_driver=os.environ["RANK"] == "0")
     end, nodes = time.monotonic() + WAIT_SECONDS, 0
     while nodes < len(cluster.hosts) and time.monotonic() < end:
         time.sleep(0.5)

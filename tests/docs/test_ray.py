@@ -1,0 +1,195 @@
+"""docs/ray: Ray on all hosts of a job. Its packages are not in .venv; `make thorough` gets them.
+
+Ray gives a node 30 s to start, so these tests run alone. `make soak` runs them with SOAK=1: then
+they also end jobs in the ways that job.md names.
+"""
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import boto3
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+from sagemaker.core.shapes import CheckpointConfig
+from sagemaker.core.training.configs import InputData
+
+from helpers.jobs import Jobs, archive, read_s3, texts_in
+from helpers.pages import ROOT
+from helpers.running import CODE, Running, seconds_to_end
+from helpers.waiting import wait_until
+
+pytestmark = [pytest.mark.usefixtures("nothing_is_left", "nothing_is_left_in_shared_memory")]
+pytestmark += [pytest.mark.thorough, pytest.mark.timeout(600)]
+FOLDER, PACKAGES = ROOT / "docs" / "ray", ROOT / "build" / "bench" / "packages"
+HOSTS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
+ENVIRONMENT = {"HETERO_TOKEN": "a secret", "PYTHONPATH": str(PACKAGES), "RAY_DEDUP_LOGS": "0"}
+IMAGES = 320
+# Prints which images a rank gets: their color is their number, which a flip leaves as it is.
+TOLD = {
+    "        samples, step =": """        colors = (batch["image"][:, :2, 0, 0] * 255).round().int().tolist()
+        print("images", epoch, *(high * 256 + low for high, low in colors), flush=True)
+        time.sleep(1)
+        samples, step ="""
+}
+soak = pytest.mark.skipif("SOAK" not in os.environ, reason="only in make soak")
+
+
+@pytest.fixture(scope="module")
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for the jobs' files whose name is as short as Ray needs it."""
+    tmp_path_factory.getbasetemp()  # must exist before, or pytest would create it in our folder
+    (folder := Path("/tmp/ry")).mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield folder
+    folder.rmdir()
+
+
+@pytest.fixture
+def nothing_is_left_in_shared_memory():
+    before = {*os.listdir("/dev/shm")}
+    yield
+    assert {*os.listdir("/dev/shm")} <= before
+
+
+@pytest.fixture(scope="module")
+def data(local) -> str:
+    """Images of one color each, in two classes; return their URI."""
+    s3 = boto3.client("s3")
+    s3.create_bucket(Bucket="pets")
+    for number in range(IMAGES):
+        pixels = np.full((48, 48, 3), [number // 256, number % 256, 0], np.uint8)
+        Image.fromarray(pixels).save(file := BytesIO(), "png")
+        key = f"images/{('cat', 'dog')[number % 2]}/{number}.png"
+        s3.put_object(Bucket="pets", Key=key, Body=file.getvalue())
+    return "s3://pets/images"
+
+
+def start(
+    jobs: Jobs, script: str, data: str = "", changes: dict | None = None, **settings
+) -> Running:
+    """Start a script of docs/ray, or the text of another one, with replaced texts."""
+    assert PACKAGES.is_dir(), "Ray's packages are missing: make build/bench/packages/.ready"
+    files = {**texts_in(CODE, "hetero"), **texts_in(FOLDER)}
+    del files["requirements.txt"]  # Ray comes from PACKAGES
+    if script not in files:
+        files["train.py"], script = script, "train.py"
+    for old, new in (changes or {}).items():
+        assert files[script].count(old) == 1, old
+        files[script] = files[script].replace(old, new)
+    [command] = re.findall(r'command="(exec .*)"', FOLDER.with_suffix(".md").read_text())
+    channels = [InputData(channel_name="training", data_source=data)] if data else None
+    name = jobs.create(
+        files,
+        command.replace("train.py", script),
+        settings.pop("groups", HOSTS),
+        environment=ENVIRONMENT,
+        input_data_config=channels,
+        max_runtime_seconds=400,
+        **settings,
+    )
+    return Running(jobs, name)
+
+
+def finish(job: Running) -> list[str]:
+    """Wait for the job, which must complete; return its log."""
+    end = job.jobs.wait(job.name, seconds=400)
+    assert end["TrainingJobStatus"] == "Completed", (end["FailureReason"], job.log()[-30:])
+    return job.log()
+
+
+def seen(log: list[str], epoch: int) -> list[int]:
+    """Return the numbers of the images that the ranks got in an epoch."""
+    lines = [line.split() for line in log if line.startswith(f"images {epoch} ")]
+    return sorted(int(number) for _, _, *numbers in lines for number in numbers)
+
+
+def node(job: Running, group: str, number: int, name: str = "raylet") -> psutil.Process:
+    """Return a process of a host's node of Ray."""
+    host = job.host(group, number)
+
+    def find() -> list[psutil.Process]:
+        return [p for p in job.processes(host=host) if p.name() == name]
+
+    return wait_until(find, seconds=60)[0]
+
+
+def test_images_survive_killed_nodes_and_a_stop(jobs: Jobs, data: str):
+    boto3.client("s3").create_bucket(Bucket="ray-checkpoints")
+    saved = {"checkpoint_config": CheckpointConfig(s3_uri="s3://ray-checkpoints/all")}
+    job = start(jobs, "train.py", data, TOLD, **saved)
+    jobs.wait_for_log(job.name, "step=1 ", seconds=120)
+    for number in (0, 1):
+        node(job, "data_group", number).kill()
+    jobs.wait_for_log(job.name, "restart in 1 s", seconds=60, times=2)
+    jobs.wait_for_log(job.name, "images 1 ", seconds=120)
+    job.stop()
+    assert jobs.wait(job.name)["TrainingJobStatus"] == "Stopped"
+    assert seen(job.log(), 0) == [*range(IMAGES)]
+    checkpoint = torch.load(BytesIO(read_s3("s3://ray-checkpoints/all/last.pt")))
+    assert checkpoint["epoch"] == 1
+    log = finish(following := start(jobs, "train.py", data, TOLD, **saved))
+    assert not seen(log, 0) and seen(log, 1) == [*range(IMAGES)]
+    model = archive(jobs.describe(following.name)["ModelArtifacts"]["S3ModelArtifacts"])
+    assert {*model} == {"model.pt"}
+
+
+def test_rllib_learns(jobs: Jobs):
+    groups = {**HOSTS, "dnn_group": ("ml.m5.xlarge", 1)}
+    log = finish(start(jobs, "rllib_train.py", changes={", 10": ", 5"}, groups=groups))
+    returns = [float(number) for number in re.findall(r"^step=.* return=(\S+)", "\n".join(log), re.M)]
+    assert len(returns) == 5 and returns[-1] > 3 * returns[0]
+
+
+def test_ray_train_and_tune(jobs: Jobs):
+    job = start(jobs, (Path(__file__).parent / "train_and_tune.py").read_text())
+    training, data_hosts = ({job.host(group, n) for n in (0, 1)} for group in HOSTS)
+    log = "\n".join(finish(job))
+    found = re.findall(r"trainer: epoch=(\d) rank=(\d) on=(\S+) from=(\S+) ids=(\S+)", log)
+    for epoch in "01":
+        lines = [line for line in found if line[0] == epoch]
+        assert sorted(rank for _, rank, *_ in lines) == ["0", "1"]
+        assert {host for *_, host, _, _ in lines} == training
+        assert {*"+".join(hosts for *_, hosts, _ in lines).split("+")} <= data_hosts
+        ids = "+".join(ids for *_, ids in lines).split("+")
+        assert sorted(map(int, ids)) == [*range(320)]
+    trials = re.findall(r"trial: lr=(\S+) on=(\S+)", log)
+    assert sorted(lr for lr, _ in trials) == ["0.001", "0.01", "0.1", "0.3"]
+    assert {host for _, host in trials} == data_hosts
+    assert "best of 4: lr=0.3" in log
+
+
+def kill_a_rank(job: Running) -> None:
+    [rank] = [p for p in job.processes(RANK="1") if p.cmdline()[1:] == ["train.py"]]
+    rank.kill()
+
+
+ENDINGS = {
+    "rank": (kill_a_rank, "train.py was killed by signal 9"),
+    "data host's launcher": (lambda job: job.launcher("data_group", 0).kill(), "lost"),
+    "training host's launcher": (lambda job: job.launcher("dnn_group", 1).kill(), "lost"),
+    "training host's raylet": (lambda job: node(job, "dnn_group", 1).kill(), "."),
+    "head": (lambda job: node(job, "dnn_group", 0, "gcs_server").kill(), "."),
+}
+
+
+@soak
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_endings(jobs: Jobs, data: str, ending: str):
+    job = start(jobs, "train.py", data, {**TOLD, "EPOCHS = 64, 32, 2": "EPOCHS = 64, 32, 200"})
+    jobs.wait_for_log(job.name, "step=3 ", seconds=120)
+    cause, reason = ENDINGS[ending]
+    since = time.time()
+    cause(job)
+    end = jobs.wait(job.name)
+    print(f"{ending}: {seconds_to_end(end, since):.1f} s, {end['FailureReason']}", flush=True)
+    assert end["TrainingJobStatus"] == "Failed" and reason in end["FailureReason"]
