@@ -13,9 +13,7 @@ ENVIRONMENT, UPDATES = "CartPole-v1", 10
 
 serve.drive()
 config = PPOConfig().environment(ENVIRONMENT)
-config.env_runners(
-    num_env_runners=int(ray.cluster_resources()["CPU"]), num_envs_per_env_runner=8
-)
+config.env_runners(num_env_runners=int(ray.cluster_resources()["CPU"]), num_envs_per_env_runner=8)
 config.learners(num_gpus_per_learner=int(torch.cuda.is_available()))
 algorithm = config.build_algo()
 for update in range(1, UPDATES + 1):

@@ -88,7 +88,9 @@ for epoch in range(saved["epoch"], EPOCHS):
             sys.exit("stopped by SIGTERM")
         if dist.get_rank() == 0:
             times = f"step_time_ms={1000 * (time.perf_counter() - begin):.1f}"
-            print(f"step={step} {times} data_wait_ms={1000 * waited:.1f} loss={loss:.3f}", flush=True)
+            print(
+                f"step={step} {times} data_wait_ms={1000 * waited:.1f} loss={loss:.3f}", flush=True
+            )
         begin = time.perf_counter()
     print(f"epoch={epoch} rank={dist.get_rank()} samples={samples}", flush=True)
     save(checkpoint, epoch=epoch + 1, optimizer=optimizer.state_dict())

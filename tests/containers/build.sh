@@ -14,7 +14,7 @@ compiled=tests/containers/$name.compiled.txt # packages that need a compiler, if
 environment=.containers/$name
 log=build/container-$name.log
 version=$(sed -n 's/^# Python //p' "$file")
-added=$(sed -n 's/^# Jobs add //p' "$file") # by a second call of pip, as when a job starts
+added=$(sed -n 's/^# Jobs add //p' "$file") # files, each by a call of pip, as when a job starts
 
 missing() {
     echo "container $name left out: $*" >&2
@@ -47,7 +47,9 @@ trap 'tail -n 15 "$log" >&3; echo "$environment could not be built: see $log." >
     fi
     "$environment/bin/pip" install -r "$file"
     if [ -n "$added" ]; then
-        "$environment/bin/pip" install -r "$added"
+        for requirements in $added; do
+            "$environment/bin/pip" install -r "$requirements"
+        done
         # It must not change the image's own versions: pip must have nothing to reinstall.
         "$environment/bin/pip" install --dry-run --no-deps -r "$file" |
             (! grep "Would install")

@@ -20,6 +20,7 @@ import pytest
 from nbclient import NotebookClient
 from sagemaker.core.training.configs import InputData
 
+from helpers import ray
 from helpers.data_service import put_numbers
 from helpers.images import write_records
 from helpers.jobs import TWO_GROUPS, Jobs, texts_in, upload
@@ -185,6 +186,17 @@ def test_pytorch_on_two_hosts_with_names_that_resolve_late(completed):
         input_data_config=[InputData(channel_name="training", data_source=data)],
     )  # fmt: skip
     assert "training finished after step 6" in log
+
+
+@needs(PYTORCH)
+def test_ray(completed):
+    """Two hosts of each group; /dev/shm is too small for Ray."""
+    told = {"environment": {"HETERO_TOKEN": "a secret"}}
+    told["input_data_config"] = [
+        InputData(channel_name="training", data_source=ray.upload_images())
+    ]
+    log = completed(PYTORCH, ray.FILES, ray.COMMAND, TWO_AND_TWO, **told)
+    assert len(re.findall(r"epoch=\d rank=\d samples=160", log)) == 4
 
 
 # Sends a byte a second to a port of rank 0's host, from when it opens to the job's end.

@@ -21,7 +21,7 @@ all=$(grep -l '^# Python' $here/*.txt | xargs -n 1 basename -s .txt)
 declare -A builds
 for name in ${*:-$all}; do # in parallel: each waits for the network at times
     ready=.containers/$name/.ready
-    made_from=("$here/build.sh" "$here/$name".*txt pt.grpc.sagemaker/code/requirements.txt)
+    made_from=("$here/build.sh" "$here/$name".*txt {pt.grpc.sagemaker/code,docs/ray}/requirements.txt)
     if [ ! -e "$ready" ] || [ -n "$(find "${made_from[@]}" -newer "$ready")" ]; then
         $here/build.sh "$name" &
         builds[$name]=$!

@@ -13,25 +13,23 @@ from io import BytesIO
 from pathlib import Path
 
 import boto3
-import numpy as np
 import psutil
 import pytest
 import torch
-from PIL import Image
 from sagemaker.core.shapes import CheckpointConfig
 from sagemaker.core.training.configs import InputData
 
-from helpers.jobs import Jobs, archive, read_s3, texts_in
+from helpers.jobs import Jobs, archive, read_s3
 from helpers.pages import ROOT
-from helpers.running import CODE, Running, seconds_to_end
+from helpers.ray import COMMAND, FILES, IMAGES, upload_images
+from helpers.running import Running, seconds_to_end
 from helpers.waiting import wait_until
 
 pytestmark = [pytest.mark.usefixtures("nothing_is_left", "nothing_is_left_in_shared_memory")]
 pytestmark += [pytest.mark.thorough, pytest.mark.timeout(600)]
-FOLDER, PACKAGES = ROOT / "docs" / "ray", ROOT / "build" / "bench" / "packages"
+PACKAGES = ROOT / "build" / "bench" / "packages"
 HOSTS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
 ENVIRONMENT = {"HETERO_TOKEN": "a secret", "PYTHONPATH": str(PACKAGES), "RAY_DEDUP_LOGS": "0"}
-IMAGES = 320
 # Prints which images a rank gets: their color is their number, which a flip leaves as it is.
 TOLD = {
     "        samples, step =": """        colors = (batch["image"][:, :2, 0, 0] * 255).round().int().tolist()
@@ -63,15 +61,7 @@ def nothing_is_left_in_shared_memory():
 
 @pytest.fixture(scope="module")
 def data(local) -> str:
-    """Images of one color each, in two classes; return their URI."""
-    s3 = boto3.client("s3")
-    s3.create_bucket(Bucket="pets")
-    for number in range(IMAGES):
-        pixels = np.full((48, 48, 3), [number // 256, number % 256, 0], np.uint8)
-        Image.fromarray(pixels).save(file := BytesIO(), "png")
-        key = f"images/{('cat', 'dog')[number % 2]}/{number}.png"
-        s3.put_object(Bucket="pets", Key=key, Body=file.getvalue())
-    return "s3://pets/images"
+    return upload_images()
 
 
 def start(
@@ -79,18 +69,17 @@ def start(
 ) -> Running:
     """Start a script of docs/ray, or the text of another one, with replaced texts."""
     assert PACKAGES.is_dir(), "Ray's packages are missing: make build/bench/packages/.ready"
-    files = {**texts_in(CODE, "hetero"), **texts_in(FOLDER)}
+    files = {**FILES}
     del files["requirements.txt"]  # Ray comes from PACKAGES
     if script not in files:
         files["train.py"], script = script, "train.py"
     for old, new in (changes or {}).items():
         assert files[script].count(old) == 1, old
         files[script] = files[script].replace(old, new)
-    [command] = re.findall(r'command="(exec .*)"', FOLDER.with_suffix(".md").read_text())
     channels = [InputData(channel_name="training", data_source=data)] if data else None
     name = jobs.create(
         files,
-        command.replace("train.py", script),
+        COMMAND.replace("train.py", script),
         settings.pop("groups", HOSTS),
         environment=ENVIRONMENT,
         input_data_config=channels,
@@ -146,7 +135,9 @@ def test_images_survive_killed_nodes_and_a_stop(jobs: Jobs, data: str):
 def test_rllib_learns(jobs: Jobs):
     groups = {**HOSTS, "dnn_group": ("ml.m5.xlarge", 1)}
     log = finish(start(jobs, "rllib_train.py", changes={", 10": ", 5"}, groups=groups))
-    returns = [float(number) for number in re.findall(r"^step=.* return=(\S+)", "\n".join(log), re.M)]
+    returns = [
+        float(number) for number in re.findall(r"^step=.* return=(\S+)", "\n".join(log), re.M)
+    ]
     assert len(returns) == 5 and returns[-1] > 3 * returns[0]
 
 
