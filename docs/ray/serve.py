@@ -22,8 +22,19 @@ if "ray" in sys.modules:
 cluster = hetero.read_cluster()
 if TRAIN_GROUP not in cluster.groups and len(cluster.groups) > 1:
     sys.exit(f"There is no instance group {TRAIN_GROUP}: change TRAIN_GROUP in serve.py.")
-head = socket.gethostbyname(cluster.address(cluster.groups.get(TRAIN_GROUP, cluster.hosts)[0]))
-here = socket.gethostbyname(cluster.address(cluster.host))
+
+
+def address(host: str) -> str:
+    """Return a host's IP address, as soon as its name resolves."""
+    while True:
+        try:
+            return socket.gethostbyname(cluster.address(host))
+        except OSError:
+            time.sleep(0.5)
+
+
+head = address(cluster.groups.get(TRAIN_GROUP, cluster.hosts)[0])
+here = address(cluster.host)
 port = cluster.base_port + 2  # of Ray's head; data servers have it on the data hosts
 os.environ |= {
     "RAY_ADDRESS": f"{head}:{port}",  # for ray.init()
@@ -39,7 +50,6 @@ os.environ |= {
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DEDUP_LOGS_SKIP_REGEX": "Failed to query Ray Train Controller actor state",
 }
-kept = []  # sockets that close when this process ends
 
 
 def command(*options: str) -> list[str]:
@@ -58,11 +68,11 @@ def command(*options: str) -> list[str]:
     return [*words, *options]
 
 
-def connect(address: str, port: int) -> socket.socket:
+def connect(port: int) -> socket.socket:
     """Connect to a port of the first training host, as soon as something listens there."""
     while True:
         try:
-            return socket.create_connection((address, port), 5)
+            return socket.create_connection((head, port), 5)
         except OSError:  # not yet; hetero ends the job if that host is lost
             time.sleep(0.5)
 
@@ -73,7 +83,7 @@ def start_node() -> None:
         options = ["--head", "--port", str(port), "--include-dashboard", "false"]
         options += ["--ray-client-server-port", str(port + 1)]
     else:
-        connect(head, port).close()
+        connect(port).close()
         options = ["--address", os.environ["RAY_ADDRESS"]]
     if status := subprocess.call(command(*options), stdout=subprocess.DEVNULL):
         sys.exit(status)  # Ray has printed the reason
@@ -83,7 +93,7 @@ def join() -> None:
     """Call ray.init() in this rank, after the nodes of all hosts have started."""
     if os.environ["LOCAL_RANK"] == "0":
         start_node()
-    connect(head, port).close()
+    connect(port).close()
     import ray
 
     # Ray would find the address itself, but not the right one if hosts share a machine.
@@ -101,14 +111,14 @@ def drive() -> None:
 
     For Ray Train, Tune and RLlib, which start processes on the training hosts themselves.
     """
-    master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    master_port = int(os.environ["MASTER_PORT"])  # which torch does not use then
     if os.environ["RANK"] == "0":
         join()
-        kept.append(socket.create_server(master))
+        socket.create_server((head, master_port)).detach()  # stays open as long as this process
         return
     if os.environ["LOCAL_RANK"] == "0":
         start_node()
-    with connect(*master) as rank0:
+    with connect(master_port) as rank0:
         rank0.settimeout(None)
         with contextlib.suppress(OSError):
             rank0.recv(1)  # returns, or fails, when rank 0 ends
@@ -116,7 +126,7 @@ def drive() -> None:
 
 
 if __name__ == "__main__":  # on a data host
-    connect(head, port).close()
+    connect(port).close()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a node's end prints hundreds of lines
     words = command("--address", os.environ["RAY_ADDRESS"], "--block")
     os.execv(words[0], words)

@@ -8,13 +8,14 @@ import sys
 import time
 from pathlib import Path
 
-import hetero
 import numpy as np
 import ray
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+
+import hetero
 
 FOLDER = Path(os.environ["SM_CHANNEL_TRAINING"])  # a folder of images for each class
 CLASSES = sorted(path.name for path in FOLDER.iterdir())

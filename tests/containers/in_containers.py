@@ -190,8 +190,8 @@ def test_pytorch_on_two_hosts_with_names_that_resolve_late(completed):
 
 @needs(PYTORCH)
 def test_ray(completed):
-    """Two hosts of each group; /dev/shm is too small for Ray."""
-    told = {"environment": {"HETERO_TOKEN": "a secret"}}
+    """Two hosts of each group; /dev/shm is too small for Ray, and names resolve late."""
+    told = {"environment": {"HETERO_TOKEN": "a secret", "CONTAINER_NAMES_AFTER": "20"}}
     told["input_data_config"] = [
         InputData(channel_name="training", data_source=ray.upload_images())
     ]

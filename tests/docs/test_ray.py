@@ -32,8 +32,8 @@ HOSTS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
 ENVIRONMENT = {"HETERO_TOKEN": "a secret", "PYTHONPATH": str(PACKAGES), "RAY_DEDUP_LOGS": "0"}
 # Prints which images a rank gets: their color is their number, which a flip leaves as it is.
 TOLD = {
-    "        samples, step =": """        colors = (batch["image"][:, :2, 0, 0] * 255).round().int().tolist()
-        print("images", epoch, *(high * 256 + low for high, low in colors), flush=True)
+    "        samples, step =": """        colors = (255 * batch["image"][:, :2, 0, 0]).round().int()
+        print("images", epoch, *(colors @ colors.new_tensor([256, 1])).tolist(), flush=True)
         time.sleep(1)
         samples, step ="""
 }

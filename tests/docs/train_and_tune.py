@@ -1,4 +1,4 @@
-"""Ray Train and Tune in one job, for test_ray.py: two workers, then four trials, print what they do.
+"""Ray Train and Tune in one job, for test_ray.py: two workers and four trials say what they do.
 
 They save to a folder that all hosts share, which only jobs on one machine have.
 """
