@@ -88,8 +88,8 @@ from samples import Prepare
 begin = time.perf_counter()
 serve.join()
 numbers = ray.data.range(10_000_000, override_num_blocks=10_000)
-cores = ray.data.ActorPoolStrategy(size=int(ray.cluster_resources()["CPU"]))
-batches = numbers.map_batches(Prepare, batch_size={BATCH_SIZE}, compute=cores)
+one = ray.data.ActorPoolStrategy(size=1)
+batches = numbers.map_batches(Prepare, batch_size={BATCH_SIZE}, compute=one)
 measure(iter(batches.iter_torch_batches(batch_size={BATCH_SIZE}, prefetch_batches=2)),
         {BATCH_SIZE}, begin)
 """

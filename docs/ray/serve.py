@@ -58,7 +58,8 @@ def command(*options: str) -> list[str]:
     # What asks for no GPU needs a CPU, so it runs on data hosts if there are any.
     is_idle = "RANK" in os.environ and os.environ["HETERO_DATA_HOSTS"]
     words = [sys.executable, "-m", "ray.scripts.scripts", "start"]
-    words += ["--num-cpus", "0" if is_idle else str(cores)]
+    # Ray Data needs two: it reads in one task while it prepares in another.
+    words += ["--num-cpus", "0" if is_idle else str(max(cores, 2))]
     words += ["--resources", f'{{"{cluster.group}": 1}}']  # for what must run in this group
     words += ["--object-store-memory", str(cores * STORE_BYTES_PER_CORE)]
     words += ["--node-ip-address", here]
