@@ -29,10 +29,12 @@ lint: $(environment) ## check format and style
 	@$(python) -m ruff format --check .
 	@$(python) -m ruff check .
 
-# With PART=0 to 4: a fifth of them, as .ci/run does.
-thorough: $(environment) ## run the long tests, which `make test` leaves out, and all endings of a job
+# With PART=0 to 4: a fifth of them, as .ci/run does. Ray's run alone, since it gives a node 30 s to
+# start; pytest exits with 5 if a fifth has none of them.
+thorough: $(environment) build/bench/packages/.ready ## run the long tests, which `make test` leaves out, and all endings of a job
 	@failed=0; export PART=$(PART); \
-	$(python) -m pytest -n 2 --dist loadfile -m thorough || failed=1; \
+	$(python) -m pytest -n 2 --dist loadfile -m thorough --ignore tests/docs/test_ray.py || failed=1; \
+	$(python) -m pytest tests/docs/test_ray.py || [ $$? = 5 ] || failed=1; \
 	$(python) tests/endings.py 1 || failed=1; \
 	exit $$failed
 
@@ -49,16 +51,19 @@ bench: $(environment) build/bench/packages/.ready ## measure the loader and the 
 	$(python) benchmarks/job.py 1 || missed=1; \
 	$(python) benchmarks/scale.py || missed=1; \
 	$(python) benchmarks/environments.py || missed=1; \
+	$(python) benchmarks/ray_jobs.py 3 || missed=1; \
 	exit $$missed
 
-# Only the benchmarks need these packages, so they are not in .venv, which has their dependencies.
+# Only the benchmarks and docs/ray need these packages, so they are not in .venv, which has their
+# dependencies.
 build/bench/packages/.ready: benchmarks/requirements.txt
 	@$(python) -m pip install -q --no-deps --upgrade --target build/bench/packages -r $<
 	@touch $@
 
-soak: $(environment) ## cause random failures in 50 training jobs and in the loader, for half an hour or more
+soak: $(environment) build/bench/packages/.ready ## cause random failures in 50 training jobs and in the loader, for half an hour or more
 	@$(python) tests/soak.py 0 50
 	@SOAK=1 $(python) -m pytest $(addprefix tests/pt.grpc.sagemaker/test_,feed_hosts.py feed_servers.py streams_hosts.py)
+	@SOAK=1 $(python) -m pytest tests/docs/test_ray.py -k endings
 
 aws: $(environment) ## run the notebooks on AWS: shows the cost, and asks before it starts; results in results/
 	@$(python) -m scripts.aws

@@ -11,7 +11,13 @@ from helpers.pages import ROOT
 
 pytestmark = pytest.mark.quick
 # Where first-party modules are imported from.
-TOPS = [ROOT, *ROOT.glob("*.sagemaker/code"), ROOT / "docs/environments", ROOT / "benchmarks"]
+TOPS = [
+    ROOT,
+    *ROOT.glob("*.sagemaker/code"),
+    ROOT / "docs/environments",
+    ROOT / "docs/ray",
+    ROOT / "benchmarks",
+]
 FOLDERS = ("shared", "*.sagemaker", "docs", "scripts", "benchmarks", "tests", ".ci")
 FILES = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
 
