@@ -30,7 +30,7 @@ ELSEWHERE = re.findall(
     RemoteDebugConfig TrainingPlanArn enable_remote_debug with_remote_debug_config
     volume_size_in_gb enable_network_isolation s3_data_source security_group_ids input_mode
     enable_inter_container_traffic_encryption encrypt_inter_container_traffic
-    JOB_algo MyStream my_module
+    JOB_algo MyStream my_module runtime_env use_gpu with_resources
     """,
 )
 

@@ -143,7 +143,7 @@ def test_rllib_learns(jobs: Jobs):
 
 def test_ray_train_and_tune(jobs: Jobs):
     job = start(jobs, (Path(__file__).parent / "train_and_tune.py").read_text())
-    training, data_hosts = ({job.host(group, n) for n in (0, 1)} for group in HOSTS)
+    data_hosts, training = ({job.host(group, n) for n in (0, 1)} for group in HOSTS)
     log = "\n".join(finish(job))
     # Ray Train prints each line twice.
     found = set(re.findall(r"trainer: epoch=(\d) rank=(\d) on=(\S+) from=(\S+) ids=(\S+)", log))
