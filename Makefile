@@ -60,7 +60,7 @@ build/bench/packages/.ready: benchmarks/requirements.txt
 	@$(python) -m pip install -q --no-deps --upgrade --target build/bench/packages -r $<
 	@touch $@
 
-soak: $(environment) build/bench/packages/.ready ## cause random failures in 50 training jobs and in the loader, for half an hour or more
+soak: $(environment) build/bench/packages/.ready ## cause random failures in jobs and in the loader, and end jobs with Ray; half an hour or more
 	@$(python) tests/soak.py 0 50
 	@SOAK=1 $(python) -m pytest $(addprefix tests/pt.grpc.sagemaker/test_,feed_hosts.py feed_servers.py streams_hosts.py)
 	@SOAK=1 $(python) -m pytest tests/docs/test_ray.py -k endings
