@@ -27,6 +27,7 @@ HEAVIER = 4  # lab 2: twice `augment` means four times the pixels, and the work
 VICTIMS = ("data server", "launcher")
 ENDS = ("Completed", "Failed")
 RANKS = (1, 2, 4)  # lab 4
+FRACTION = "That is right as a fraction: give it in percent, from 0 to 100."
 WAITING = "Waiting for your answer: put it in place of None, and run this cell again."
 
 
@@ -57,9 +58,12 @@ def check_waiting(
         return _not_yet(f"held_up_by must be 'data' or 'training', not {held_up_by!r}.")
     table = steps(job_name)
     truth = wait_percent(table)
-    if abs(waiting_percent - truth) > POINTS:
+    is_other_part = abs(waiting_percent - (100 - truth)) < abs(waiting_percent - truth)
+    if abs(waiting_percent - truth) > POINTS or is_other_part:
         if abs(waiting_percent - (100 - truth)) <= POINTS:
             hint = "That is the part of a step in which the job trains; what is the other part?"
+        elif _is_fraction(waiting_percent, truth):
+            hint = FRACTION
         elif abs(waiting_percent - table["data_wait_ms"].median()) <= POINTS:
             hint = "That is in milliseconds: what percentage of step_time_ms is it?"
         else:
@@ -102,6 +106,8 @@ def check_data_costs(costs_percent: Any, job_name: str, synthetic_job: str) -> V
     hint = "Compare the step time with that of the job without data."
     if abs(costs_percent - wait_percent(table)) <= POINTS:
         hint = "That is the wait. Preparing data also takes cores away from the training."
+    elif _is_fraction(costs_percent, truth):
+        hint = FRACTION
     elif abs(costs_percent - (100 - truth)) <= POINTS:
         hint = "That is the part of a step that remains without data; what is the other part?"
     return _not_yet(hint)
@@ -227,7 +233,11 @@ def check_ending(expected: str, job_name: str, killed_at: datetime, undisturbed:
         waited = (phases["Training"]["EndTime"] - killed_at).total_seconds()
         told.append(f"The last host, and with it the billing, ended {waited:.0f} s after the kill.")
     right = expected == status
-    hint = "" if right else " Which process was it, and who starts it again?"
+    hints = {
+        "Completed": " Who starts a data server again, and who prepares the batches until then?",
+        "Failed": " The launcher is its container's first process: what starts it again?",
+    }
+    hint = "" if right else hints.get(status, "")
     return Verdict(right, f"{'Right' if right else 'No'}: {' '.join(told)}{hint}")
 
 
@@ -251,6 +261,7 @@ def check_state(state_bytes: Any, parameters: float) -> Verdict:
     whole = 4 * 4 * parameters  # the parameter, its gradient and two moments, of four bytes each
     if not _close([one], [whole]):
         hints = {
+            1e-6: "That is right in MB: give it in bytes.",
             1 / 4: "Those are the parameters alone: what else does a rank keep for each of them?",
             1 / 2: "What does Adam keep for each parameter, besides its gradient?",
             3 / 4: "Adam keeps two moments for each parameter: of the gradient, and of its square.",
@@ -283,6 +294,11 @@ def _is_table(answer: Any) -> bool:
         and all(isinstance(row, list | tuple) and len(row) == len(RANKS) for row in answer.values())
         and all(is_number(value) for row in answer.values() for value in row)
     )
+
+
+def _is_fraction(value: float, percent: float) -> bool:
+    """Whether a value would be a right answer if it were not a fraction of 1."""
+    return 0 < value <= 1 and abs(100 * value - percent) <= POINTS
 
 
 def _close(values: list[float], truth: list[float]) -> bool:

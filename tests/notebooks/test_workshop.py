@@ -157,6 +157,8 @@ END = "broken_job, killed_at, heterogeneous_job)"
         (f"check_waiting({TRUE_WAIT}, 'CPU', {BOTH}", "'data' or 'training', not 'CPU'"),
         (f"check_waiting({TRUE_WAIT}, 'training', {BOTH}", "the conclusion is not"),
         (f"check_waiting({TRUE_WAIT} + 500, 'data', {BOTH}", "Divide data_wait_ms"),
+        (f"check_waiting({TRUE_WAIT} / 100, 'data', {BOTH}", workshop.FRACTION),
+        (f"check_waiting(100 - {TRUE_WAIT}, 'data', {BOTH}", "in which the job trains"),
         (f"check_prediction(None, {PREDICTED}", workshop.WAITING),
         (f"check_prediction('fast', {PREDICTED}", "a number of milliseconds, not 'fast'"),
         ("check_prediction(1, 0.5, heterogeneous_job, synthetic_job, cores)", "whole number"),
@@ -169,7 +171,9 @@ END = "broken_job, killed_at, heterogeneous_job)"
             f"check_data_costs(500, {BOTH}",
             "Compare the step time with that of the job without data",
         ),
+        (f"check_data_costs(1 - {FLOOR} / {STEP}, {BOTH}", workshop.FRACTION),
         ("check_state(None, 1000)", workshop.WAITING),
+        ("check_state({'ddp': [0.016] * 3, 'fsdp': [0.016] * 3}, 1000)", "in MB: give it in bytes"),
         ("check_state({'ddp': [16000]}, 1000)", "state_bytes must be {"),
         ("check_state({'ddp': [4000] * 3, 'fsdp': [4000] * 3}, 1000)", "the parameters alone"),
         (
@@ -182,7 +186,7 @@ END = "broken_job, killed_at, heterogeneous_job)"
         ("problem_with('feed.server', 'Failed', None)", "On AWS nobody can reach"),
         ("problem_with('train.py', 'Failed', cores)", "not 'train.py'"),
         ("problem_with('launcher', 'failed', cores)", "not 'failed'"),
-        (f"check_ending('Completed', {END}", "No: the job is Failed"),
+        (f"check_ending('Completed', {END}", "first process: what starts it"),
         ("check_ending('Completed', more_job, killed_at, heterogeneous_job)", "its loss is not"),
     ],
 )
