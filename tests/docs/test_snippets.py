@@ -36,6 +36,8 @@ NAMED = {
     "make lab": "opens a browser; the notebooks in it are run by these tests",
     "make bench": "takes long; benchmarks/README.md says what it checks itself",
     ".venv/bin/python benchmarks/gpu.py": "takes long; tests/benchmarks/test_gpu.py runs it",
+    "HETERO_TOKEN=secret python -m feed.server 127.0.0.1:7712": "runs until it is stopped; "
+    "helpers/data_hosts.py starts it in this way",
     "UV_NO_CACHE=1 scripts/setup.sh": "makes the environment that these tests run in",
     "pip download --only-binary=:all: --platform manylinux2014_x86_64 --python-version 3.12 "
     "-d code -r code/requirements.txt": "needs a package index; test_readme.py has such a wheel",
