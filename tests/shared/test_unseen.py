@@ -1,4 +1,4 @@
-"""The advisor on published runs that were not used to make it; docs/when.md has the table.
+"""The advisor on published runs that were not used to make it; benchmarks/README.md has the table.
 
 `before` is the first version of the formula: it compared all clocks that EC2 lists, and did not
 limit what a rank can receive. For hosts that were not AWS's, `cores` gives instance types the
@@ -137,7 +137,7 @@ def runs() -> Iterator[Run]:
 
 
 def test_the_table_is_what_the_advisor_says():
-    text = (ROOT / "docs" / "when.md").read_text()
+    text = (ROOT / "benchmarks" / "README.md").read_text()
     lines = [line for line in text.splitlines() if re.match(r"\| (Cachew|Ray|cedar),", line)]
     assert lines == [run.line() for run in runs()]
 
@@ -156,7 +156,7 @@ def test_cedar_s_other_pipelines_gain_less_than_predicted():
         f"{min(gains):.2f} to {max(gains):.1f} times as fast, not 5 times, and the predicted step "
         f"times are {-max(errors):.0f} to {-min(errors):.0f} % too short"
     )
-    assert said in " ".join((ROOT / "docs" / "when.md").read_text().split())
+    assert said in " ".join((ROOT / "benchmarks" / "README.md").read_text().split())
 
 
 def test_the_knee_is_where_the_formula_is_off():
