@@ -103,8 +103,9 @@ def join() -> None:
     while nodes < len(cluster.hosts) and time.monotonic() < end:
         time.sleep(0.5)
         nodes = sum(node["Alive"] for node in ray.nodes())
-    cores = ray.cluster_resources().get("CPU", 0)
-    print(f"ray: {nodes} of {len(cluster.hosts)} nodes, which offer {cores:.0f} cores", flush=True)
+    if os.environ["RANK"] == "0":
+        cores = ray.cluster_resources().get("CPU", 0)
+        print(f"ray: {nodes} of {len(cluster.hosts)} nodes with {cores:.0f} cores", flush=True)
 
 
 def drive() -> None:

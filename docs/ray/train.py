@@ -41,7 +41,7 @@ serve.join()
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(True))  # after join(): Ray sets a handler too
 
-# Rank 0 makes the Dataset. Each rank gets an equal part of every epoch.
+# Only rank 0 makes the Dataset. Each rank gets as many images of every epoch as the others.
 parts, part = None, [None]
 if dist.get_rank() == 0:
     dataset = ray.data.read_images(
@@ -74,7 +74,7 @@ def save(path: Path, **state: object) -> None:
 step = 0
 for epoch in range(saved["epoch"], EPOCHS):
     samples, begin = 0, time.perf_counter()
-    batches = part[0].iter_torch_batches(batch_size=BATCH_SIZE, device=device, drop_last=True)
+    batches = part[0].iter_torch_batches(batch_size=BATCH_SIZE, device=device)
     for batch in batches:
         waited = time.perf_counter() - begin
         loss = cross_entropy(model(batch["image"]), batch["label"])

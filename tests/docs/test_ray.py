@@ -4,8 +4,11 @@ Ray gives a node 30 s to start, so these tests run alone. `make soak` runs them 
 they also end jobs in the ways that job.md names.
 """
 
+import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -112,11 +115,26 @@ def node(job: Running, group: str, number: int, name: str = "raylet") -> psutil.
     return wait_until(find, seconds=60)[0]
 
 
+def assert_strangers_are_refused(job: Running) -> None:
+    """Try to connect without a token, and with a wrong one."""
+    addresses = json.loads(job.environment["LOCAL_SAGEMAKER"])["addresses"]
+    head = f"{addresses[job.host('dnn_group', 0)]}:{job.first_port() + 2}"
+    program = [sys.executable, "-c", f"import ray; ray.init({head!r})"]
+    for variables in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "another"}):
+        environment = {"PYTHONPATH": str(PACKAGES), "RAY_AUTH_MODE": "token", **variables}
+        ended = subprocess.run(
+            program, env=os.environ | environment, text=True, capture_output=True
+        )
+        assert ended.returncode, ended
+        print(variables, ended.stderr[-600:])
+
+
 def test_images_survive_killed_nodes_and_a_stop(jobs: Jobs, data: str):
     boto3.client("s3").create_bucket(Bucket="ray-checkpoints")
     saved = {"checkpoint_config": CheckpointConfig(s3_uri="s3://ray-checkpoints/all")}
     job = start(jobs, "train.py", data, TOLD, **saved)
     jobs.wait_for_log(job.name, "step=1 ", seconds=120)
+    assert_strangers_are_refused(job)
     for number in (0, 1):
         node(job, "data_group", number).kill()
     jobs.wait_for_log(job.name, "restart in 1 s", seconds=60, times=2)
