@@ -43,7 +43,7 @@ RANK_GB_PER_S = 0.6  # benchmarks/README.md, loader.py: float32, one core for a 
 # CPU time that a training host needs to receive data: the mean of uint8 and float32 images there,
 # and one tiny sample.
 RECEIVE_MS_PER_MB, RECEIVE_MS_PER_BATCH = 1.6, 1.3
-KNEE_PERCENT, KNEE = 30, "±10 %"  # benchmarks/README.md: how far off Cachew's published runs are there
+KNEE_PERCENT, KNEE = 30, "±10 %"  # benchmarks/README.md: how far off it is there
 DATA_HOSTS = r"ml\.[cmr]\d"  # compute-optimized, general-purpose and memory-optimized families
 
 
