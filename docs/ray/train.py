@@ -36,6 +36,8 @@ def prepare(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 cuda = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+if cuda:
+    torch.cuda.set_device(device)
 dist.init_process_group("nccl" if cuda else "gloo")
 serve.join()
 told = []
@@ -59,7 +61,7 @@ optimizer = torch.optim.Adam(model.parameters())
 checkpoint = hetero.BASE_DIR / "checkpoints" / "last.pt"
 saved = torch.load(checkpoint, map_location="cpu") if checkpoint.exists() else {"epoch": 0}
 if checkpoint.exists():
-    model.load_state_dict(saved["model"])
+    model.module.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
 
 
@@ -67,15 +69,14 @@ def save(path: Path, **state: object) -> None:
     """Write a file at once, so that it is complete whenever the process is killed."""
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"model": model.state_dict(), **state}, path.with_suffix(".part"))
+        torch.save({"model": model.module.state_dict(), **state}, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
 
 
 step = 0
 for epoch in range(saved["epoch"], EPOCHS):
     samples, begin = 0, time.perf_counter()
-    batches = part[0].iter_torch_batches(batch_size=BATCH_SIZE, device=device)
-    for batch in batches:
+    for batch in part[0].iter_torch_batches(batch_size=BATCH_SIZE, device=device):
         waited = time.perf_counter() - begin
         loss = cross_entropy(model(batch["image"]), batch["label"])
         optimizer.zero_grad()
@@ -88,10 +89,9 @@ for epoch in range(saved["epoch"], EPOCHS):
             save(checkpoint, epoch=epoch, optimizer=optimizer.state_dict())
             sys.exit("stopped by SIGTERM")
         if dist.get_rank() == 0:
-            times = f"step_time_ms={1000 * (time.perf_counter() - begin):.1f}"
-            print(
-                f"step={step} {times} data_wait_ms={1000 * waited:.1f} loss={loss:.3f}", flush=True
-            )
+            times = f"step_time_ms={1000 * (time.perf_counter() - begin):.1f} "
+            times += f"data_wait_ms={1000 * waited:.1f}"
+            print(f"step={step} {times} loss={loss:.3f}", flush=True)
         begin = time.perf_counter()
     print(f"epoch={epoch} rank={dist.get_rank()} samples={samples}", flush=True)
     save(checkpoint, epoch=epoch + 1, optimizer=optimizer.state_dict())
