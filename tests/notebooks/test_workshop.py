@@ -38,6 +38,11 @@ def solved(exercise: str, solution: str) -> str:
     return ANSWER.sub("", ANSWER.sub(lambda _: solution, exercise, count=1))
 
 
+def shown_by(output: nbformat.NotebookNode) -> object:
+    """Return what a cell's output shows: printed text, or the data of a figure or table."""
+    return output.text if output.output_type == "stream" else output.data
+
+
 class Lab:
     """A learner's kernel, and the output of the exercises in it."""
 
@@ -66,8 +71,8 @@ class Lab:
                 source = source.replace(old, new)
             output = self.run(source)
             if "nbval-check-output" in tags:
-                shown = [output.data for output in self.client.nb.cells[-1].outputs]
-                assert shown == [output.data for output in cell.outputs]
+                shown = [shown_by(output) for output in self.client.nb.cells[-1].outputs]
+                assert shown == [shown_by(output) for output in cell.outputs]
             if "exercise" in tags:
                 self.unanswered.append(output.strip())
                 self.said.append(self.run(solved(source, next(solutions))))
