@@ -19,6 +19,8 @@ WAIT_SECONDS = 120  # for the nodes of all hosts
 
 if "ray" in sys.modules:
     sys.exit("Import serve before ray: ray reads its token when it is imported.")
+if "HETERO_TOKEN" not in os.environ:
+    sys.exit("Set HETERO_TOKEN in the job's environment to a random text: it is Ray's token.")
 cluster = hetero.read_cluster()
 if TRAIN_GROUP not in cluster.groups and len(cluster.groups) > 1:
     sys.exit(f"There is no instance group {TRAIN_GROUP}: change TRAIN_GROUP in serve.py.")
