@@ -6,6 +6,7 @@ import json
 import operator
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -46,6 +47,7 @@ class LocalSageMaker(contextlib.AbstractContextManager):
         self.jobs: dict[str, Job] = {}  # by their ARNs
         self.started_again = 0
         self.role = ""
+        self._answering = threading.Lock()  # moto knows a job before `jobs` has it
         self._undo = contextlib.ExitStack()
 
     def __exit__(self, *error: object) -> None:
@@ -101,7 +103,8 @@ class LocalSageMaker(contextlib.AbstractContextManager):
                 known = ", ".join(answers)
                 raise ValidationError(f"The local SageMaker does not do {name}. It does {known}.")
             model.check(get_service_model("sagemaker").operation_model(name), request)
-            result = answers[name](response, request)
+            with self._answering:
+                result = answers[name](response, request)
         except ServiceException as error:
             result = error
         status, headers, body = response.serialized(ActionResult(result))

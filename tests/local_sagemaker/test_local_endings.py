@@ -1,6 +1,7 @@
 """A job on the local SageMaker ends by SageMaker's rules, and leaves nothing behind."""
 
 import os
+import threading
 import time
 
 import boto3
@@ -8,9 +9,12 @@ import botocore.exceptions
 import psutil
 import pytest
 
-from helpers.jobs import READ_CONFIG, TWO_GROUPS, Jobs, archive, processes_naming
+from helpers.jobs import READ_CONFIG, TWO_GROUPS, Jobs, archive, processes_naming, request
+from helpers.waiting import wait_until
+from shared.local_sagemaker.job import Job
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
+BUCKET = "endings-of-jobs"
 
 
 @pytest.mark.parametrize("group", ["data_group", "dnn_group"])
@@ -62,6 +66,34 @@ def test_stop(jobs: Jobs):
     assert archive(job["ModelArtifacts"]["S3ModelArtifacts"]) == {"late.txt": b"saved"}
     with pytest.raises(botocore.exceptions.ClientError, match="in status Stopped"):
         client.stop_training_job(TrainingJobName=name)
+
+
+def test_a_job_can_be_stopped_as_soon_as_it_is_known(jobs: Jobs, monkeypatch: pytest.MonkeyPatch):
+    """One thread creates it, and another one stops it, as `make aws` does."""
+
+    def slow(*args) -> Job:
+        time.sleep(0.5)
+        return Job(*args)
+
+    monkeypatch.setattr("shared.local_sagemaker.session.Job", slow)
+    client, asked = boto3.client("sagemaker"), request("soon")
+    asked["OutputDataConfig"]["S3OutputPath"] = f"s3://{BUCKET}/output"
+    asked["AlgorithmSpecification"]["ContainerEntrypoint"] = ["sleep", "100"]
+    boto3.client("s3").create_bucket(Bucket=BUCKET)
+    creating = threading.Thread(target=lambda: client.create_training_job(**asked))
+    creating.start()
+
+    def is_stopped() -> bool:
+        try:
+            client.stop_training_job(TrainingJobName="soon")
+        except botocore.exceptions.ClientError as error:
+            assert "not found" in str(error)  # it is not known yet
+            return False
+        return True
+
+    wait_until(is_stopped)
+    creating.join()
+    assert jobs.wait("soon")["TrainingJobStatus"] == "Stopped"
 
 
 def test_sigterm_is_for_pid_1_that_handles_it(jobs: Jobs):
