@@ -7,6 +7,7 @@ import serve  # before ray  # isort: skip
 
 import os
 
+import numpy as np
 import ray
 import torch
 from ray import train, tune
@@ -16,22 +17,25 @@ serve.drive()
 STORAGE = os.path.join(os.environ["SM_OUTPUT_DATA_DIR"], "ray")
 
 
-def name_the_host(batch: dict) -> dict:
-    """Add the host that prepares the batch; data hosts call it."""
-    return batch | {"host": [os.environ["SM_CURRENT_HOST"]] * len(batch["id"])}
+def mark(batch: dict) -> dict:
+    """Add the host that prepares the batch, and random numbers; data hosts call it."""
+    count = len(batch["id"])
+    return batch | {"host": [os.environ["SM_CURRENT_HOST"]] * count, "draw": np.random.rand(count)}
 
 
 def loop() -> None:
     """Train for two epochs; each worker of TorchTrainer calls it."""
     rank, model = train.get_context().get_world_rank(), prepare_model(torch.nn.Linear(1, 1))
     for epoch in range(2):
-        ids, hosts = [], set()
+        ids, draws, hosts = [], [], set()
         for batch in train.get_dataset_shard("train").iter_batches(batch_size=8):
             ids += batch["id"].tolist()
+            draws += batch["draw"].tolist()
             hosts |= {*batch["host"].tolist()}
             model(torch.ones(1, 1)).sum().backward()
         words = f"{epoch=} {rank=} on={os.environ['SM_CURRENT_HOST']} from={'+'.join(hosts)}"
-        print(f"trainer: {words} ids={'+'.join(map(str, ids))}", flush=True)
+        values = f"ids={'+'.join(map(str, ids))} draws={'+'.join(map(str, draws))}"
+        print(f"trainer: {words} {values}", flush=True)
         train.report({"rows": len(ids)})
 
 
@@ -51,7 +55,7 @@ def objective(config: dict) -> None:
 
 TorchTrainer(
     loop,
-    datasets={"train": ray.data.range(320).map_batches(name_the_host, batch_size=8)},
+    datasets={"train": ray.data.range(320).map_batches(mark, batch_size=8)},
     scaling_config=train.ScalingConfig(num_workers=2, resources_per_worker={"dnn_group": 1}),
     run_config=train.RunConfig(name="trainer", storage_path=STORAGE),
 ).fit()
