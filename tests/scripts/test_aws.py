@@ -19,9 +19,8 @@ from unittest import mock
 import boto3
 import nbformat
 import pytest
-from moto.core.exceptions import JsonRESTError
-from moto.core.responses import ActionResult
-from moto.sagemaker.responses import SageMakerResponse
+from moto.core.exceptions import ServiceException
+from moto.sagemaker.models import FakeTrainingJob
 from moto.server import ThreadedMotoServer
 
 from helpers.jobs import request
@@ -38,6 +37,7 @@ from helpers.make_aws import (
 from helpers.waiting import wait_until
 from scripts import aws, started_jobs
 from shared import prices
+from shared.local_sagemaker import session
 
 PRIVATE = f"arn:aws:iam::{ACCOUNT}:role/x s3://my-data/x https://my-data.s3.amazonaws.com/y"
 STEPS = (
@@ -174,15 +174,15 @@ def test_a_job_that_fails_ends_the_run(repository: Repository):
 def test_a_blip_stops_no_job(repository: Repository):
     """If AWS throttles, or the login expires, the run continues afterwards."""
     errors = [("ThrottlingException", "Rate exceeded"), ("ExpiredTokenException", "is expired")]
-    describe = SageMakerResponse.describe_training_job
+    find_job = session.find_job
 
-    def answer(response: SageMakerResponse) -> ActionResult:
+    def find_or_fail(*asked) -> FakeTrainingJob:
         if errors:
-            raise JsonRESTError(*errors.pop(0))
-        return describe(response)
+            raise ServiceException(*errors.pop(0))
+        return find_job(*asked)
 
     repository.notebook(HELLO, job("aws-blip", STEPS), wait("aws-blip"))
-    with mock.patch.object(SageMakerResponse, "describe_training_job", answer):
+    with mock.patch.object(session, "find_job", find_or_fail):
         status, output = repository.run("--yes")
     assert not errors and status == 0 and "Stopped" not in output, output
     assert "| aws-blip | Completed |" in repository.page()
