@@ -22,8 +22,8 @@ from shared import workshop
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.first]
 CELLS = nbformat.read(PYTORCH_NOTEBOOK, as_version=4).cells
 EXERCISES = [cell.source for cell in CELLS if "exercise" in cell.metadata.get("tags", [])]
-# Less data, but more work on each sample: beside other tests, the two times of a step, with data and
-# without, must not come close to each other.
+# Less data, but more work on each sample: beside other tests, the two times of a step, with data
+# and without, must not come close to each other.
 CHANGES = {
     '"model": "small", "augment": 4': '"model": "small", "augment": 6',
     '"digits": 12_000': '"digits": 1_280',
