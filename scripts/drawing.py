@@ -6,9 +6,9 @@ are among the widest, so that text also fits in other fonts. Each picture is dra
 so that it can be read on dark pages.
 """
 
-from shared.monitoring import COLOURS
+from shared.monitoring import DATA, TRAINING
 
-BLUE, ORANGE, GREEN, _ = COLOURS  # training, preparing batches, distributing files
+BLUE, ORANGE, SKY = TRAINING, DATA, "#56B4E9"  # training, preparing batches, distributing files
 PALE_BLUE, PALE_ORANGE, PALE_GREY = "#E3F0F8", "#FDF1DA", "#EEEEEE"
 GREY, DARK, WHITE = "#8A8A8A", "#1A1A1A", "#FFFFFF"
 WIDTH = 360  # pixels

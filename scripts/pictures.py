@@ -16,12 +16,12 @@ sys.path.insert(0, str(ROOT))  # for the folders `shared` and `scripts`
 from scripts.drawing import (  # noqa: E402
     BLUE,
     DARK,
-    GREEN,
     GREY,
     ORANGE,
     PALE_BLUE,
     PALE_GREY,
     PALE_ORANGE,
+    SKY,
     WHITE,
     WIDTH,
     Picture,
@@ -32,7 +32,7 @@ from scripts.drawing import (  # noqa: E402
     line,
     text,
 )
-from shared import costs  # noqa: E402
+from shared import costs, monitoring  # noqa: E402
 
 # ---------------------------------------------------------------------- why: a host's time line
 
@@ -164,11 +164,11 @@ def tensorflow_workflow() -> Picture:
         box(picture, x + 8, 148, HOST - 16, 38, ORANGE, "worker:\ntf.data pipeline")
         arrow(picture, (x + HOST / 2, 186), (x + HOST / 2, 217), colour=ORANGE)
     # The dispatcher, which gives all workers their files.
-    arrow(picture, (LEFT + HOST / 2, 136), (LEFT + HOST / 2, 147), colour=GREEN)
-    arrow(picture, (158, 124), (267, 124), (267, 147), colour=GREEN)
-    arrow(picture, (28, 124), (15, 124), (15, 315), (27, 315), colour=GREEN)
+    arrow(picture, (LEFT + HOST / 2, 136), (LEFT + HOST / 2, 147), colour=SKY)
+    arrow(picture, (158, 124), (267, 124), (267, 147), colour=SKY)
+    arrow(picture, (28, 124), (15, 124), (15, 315), (27, 315), colour=SKY)
     text(picture, 230, 135, "which files")
-    box(picture, LEFT + 8, 112, HOST - 16, 24, GREEN, "dispatcher")
+    box(picture, LEFT + 8, 112, HOST - 16, 24, SKY, "dispatcher")
 
     box(picture, LEFT + 8, 278, HOST - 16, 74, ORANGE, "worker on\nspare cores")
     arrow(picture, (93, 278), (93, 245), colour=ORANGE)
@@ -237,16 +237,15 @@ def result() -> Picture:
         if "AWS" in name:  # a machine of two cores cannot tell what GPU instances would save
             gain += f", {100 * (1 - after_usd / before_usd):.0f} % cheaper"
         text(picture, 344, y + 9, gain, size=11, align="end")
-        for row, (ms, usd, colour) in enumerate(
-            [(before, before_usd, GREY), (after, after_usd, BLUE)]
-        ):
+        for row, (ms, usd) in enumerate([(before, before_usd), (after, after_usd)]):
+            colour = (monitoring.HOMOGENEOUS, monitoring.HETEROGENEOUS)[row]
             top = y + 20 + 22 * row
             box(picture, 16, top, 176 * ms / before, 18, colour, corner=3)
             words = f"{round(ms, 1):,g} ms, USD {usd:.3g}"
             text(picture, 22 + 176 * ms / before, top + 9, words, align="start")
     for row, words in enumerate(
         [
-            "Grey: the GPU instance alone. Blue: with CPU instances.",
+            "Pink: the GPU instance alone. Green: with CPU instances.",
             "Each pair of bars has its own scale.",
             "USD for 1,000 steps. make demo: times of two CPU cores.",
         ]

@@ -239,13 +239,17 @@ def plot(table: pd.DataFrame, title: str, note: str = "") -> Figure:
     if table["step without data (ms)"].notna().all():
         data = step * table["data costs (%)"] / 100
         labels = "a step without data", "what data costs"
-    training, waiting, costing = monitoring.COLOURS[:3]
+    clusters = [
+        monitoring.HETEROGENEOUS if " + " in instances else monitoring.HOMOGENEOUS
+        for instances in table["instances"]
+    ]
     busy = step - data.fillna(0)
-    left.barh(names, busy, height=0.55, color=training, label=labels[0])
+    left.barh(names, busy, height=0.55, color=monitoring.TRAINING, label=labels[0])
     if data.notna().any():
-        left.barh(names, data, left=busy, height=0.55, color=waiting, hatch="//", label=labels[1])
+        looks = {"height": 0.55, "color": monitoring.DATA, "hatch": "//", "label": labels[1]}
+        left.barh(names, data, left=busy, **looks)
         left.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=12)
-    right.barh(names, cost, height=0.55, color=costing)
+    right.barh(names, cost, height=0.55, color=clusters)
 
     beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 12}
     for i in range(len(table)):

@@ -240,7 +240,7 @@ def plot(advice: Advice, note: str = "", runs: dict[str, Any] | None = None) -> 
     """
     import matplotlib.pyplot as plt
 
-    from shared.monitoring import COLOURS
+    from shared.monitoring import HETEROGENEOUS, HOMOGENEOUS
 
     if isnan(advice.candidates["USD per hour"][0]):
         raise ValueError(
@@ -252,13 +252,13 @@ def plot(advice: Advice, note: str = "", runs: dict[str, Any] | None = None) -> 
     table = table[table[x] <= advice.measured.step_ms]  # slower clusters are no use
     fig, axes = plt.subplots(figsize=(11, 5.2), layout="constrained")
     best = table[table["frontier"] == "yes"].sort_values(x)
-    axes.plot(best[x], best[y], color=COLOURS[2], lw=12, alpha=0.3, label="frontier")
-    axes.scatter(best[x], best[y], s=250, color=COLOURS[2], alpha=0.3, lw=0)
+    axes.plot(best[x], best[y], color=HETEROGENEOUS, lw=12, alpha=0.3, label="frontier")
+    axes.scatter(best[x], best[y], s=250, color=HETEROGENEOUS, alpha=0.3, lw=0)
     if not isnan(advice.measured.floor_ms):
         axes.axvline(advice.measured.floor_ms, color="0.35", ls="--", label="accelerator floor")
-    looks = {"measured": ("s", 70, COLOURS[1], 3), "scale up": ("^", 90, COLOURS[3], 4)}
+    looks = {"measured": ("s", 70, HOMOGENEOUS, 3), "scale up": ("^", 90, HOMOGENEOUS, 4)}
     for kind, points in table.groupby("kind", sort=False):
-        marker, size, colour, layer = looks.get(kind, ("o", 25, COLOURS[0], 3))
+        marker, size, colour, layer = looks.get(kind, ("o", 25, HETEROGENEOUS, 3))
         look = {"s": size, "c": colour, "marker": marker, "zorder": layer}
         axes.scatter(points[x], points[y], label=kind, **look)
     if runs:

@@ -8,12 +8,22 @@ are and finds the bottleneck, figures.py draws the result, and command.py has th
 from shared.monitoring.bottleneck import utilisation
 from shared.monitoring.command import main
 from shared.monitoring.describe import wait
-from shared.monitoring.figures import COLOURS, plot_job, plot_steps
+from shared.monitoring.figures import (
+    DATA,
+    HETEROGENEOUS,
+    HOMOGENEOUS,
+    TRAINING,
+    plot_job,
+    plot_steps,
+)
 from shared.monitoring.log import METRIC_DEFINITIONS, LogLine, logged, logs, show_logs, steps
 
 __all__ = [
-    "COLOURS",
+    "DATA",
+    "HETEROGENEOUS",
+    "HOMOGENEOUS",
     "METRIC_DEFINITIONS",
+    "TRAINING",
     "LogLine",
     "logged",
     "logs",

@@ -12,16 +12,17 @@ from matplotlib.figure import Figure
 from shared.monitoring import bottleneck
 from shared.monitoring.log import steps
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito, colour-blind-safe
+# The same in all figures. Four of Okabe and Ito's colours, which are safe for colour-blind people.
+TRAINING, DATA, HETEROGENEOUS, HOMOGENEOUS = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 # Colours of text and background: for a bottleneck, for GPUs at their limit, and for other hosts.
-_MARKS = {"CPU": ("#B34E00", "#FFE5D3"), "GPU": ("#00664A", "#DDF1E9"), "": ("black", "0.93")}
+_MARKS = {"CPU": ("#B34E00", "#FFE5D3"), "GPU": ("#005A8C", "#E3F0F8"), "": ("black", "0.93")}
 
 
 def plot_steps(job_names: Mapping[str, str], synthetic_job: str | None = None) -> Figure:
     """Draw the step time of training jobs, and how much of it data costs, over the steps.
 
     Args:
-        job_names: Names of the jobs by label.
+        job_names: Names of the jobs by label, the homogeneous one first.
         synthetic_job: The same job without data. Data costs the difference from its step time. If
             this is not given, the figure shows the time that Python waits for data instead. A GPU,
             which runs behind Python, may not wait at all.
@@ -36,9 +37,10 @@ def plot_steps(job_names: Mapping[str, str], synthetic_job: str | None = None) -
         longer = (table["step_time_ms"] - floor).clip(lower=0)
         table["costs"] = longer if floor else table.get("data_wait_ms")
         for panel, column in zip(panels, ("step_time_ms", "costs"), strict=True):
-            colour, marker = COLOURS[i % len(COLOURS)], "os^D"[i % 4]
+            colour = (HOMOGENEOUS, HETEROGENEOUS, TRAINING, DATA)[i % 4]
             if not table[column].isna().all():  # the user's script may not log its data wait
-                panel.plot(table["step"], table[column], marker=marker, color=colour, label=label)
+                looks = {"marker": "os^D"[i % 4], "color": colour, "label": label}
+                panel.plot(table["step"], table[column], **looks)
     for panel, name in zip(panels, ("Step time", costs), strict=True):
         panel.set_title(name, fontsize=13)
         panel.set_xlabel("step", fontsize=12)
@@ -116,7 +118,7 @@ def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: 
         seen.plays_gpu(host["host"]),
         "CloudWatch has no values for this host.",
     )
-    styles = {"CPU": (COLOURS[0], "o-"), "GPU": (COLOURS[2], "s--")}
+    styles = {"CPU": (DATA, "o-"), "GPU": (TRAINING, "s--")}
     for unit in bottleneck.UNITS:
         values, percent = seen.use[host["host"], unit], host[f"{unit} (%)"]
         if values.isna().all():
@@ -172,7 +174,7 @@ def _draw_steps(panel: Axes, seen: bottleneck.Observed) -> None:
     median = seen.steps["step_time_ms"].median()
     series = {
         "step_time_ms": ("0.25", "step time"),
-        "data_wait_ms": (COLOURS[1], "Python waits for data"),
+        "data_wait_ms": (DATA, "Python waits for data"),
     }
     for rows in seen.steps.groupby("host").groups.values():
         for key, (colour, label) in series.items():

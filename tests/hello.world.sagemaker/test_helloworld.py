@@ -8,7 +8,7 @@ from helpers.jobs import Jobs
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 CODE = Path(__file__).parents[2] / "hello.world.sagemaker" / "code"
-GROUPS = {"group_1": ("ml.c5.xlarge", 1), "group_2": ("ml.m5.xlarge", 1)}
+GROUPS = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)}
 # The toolkit that is installed here, without what version 5.0.0 lacks.
 OLDER = """
 import runpy
