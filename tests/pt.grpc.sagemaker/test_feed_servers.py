@@ -305,7 +305,7 @@ def test_a_host_that_has_had_no_dataset_says_so_when_it_ends(start):
     for host, times in (used, 0), (unused, 1):
         host.process.terminate()
         host.process.wait(timeout=30)
-        assert host.said().count("no Dataset was sent") == times
+        assert host.said().count("feed: no Dataset was sent: ") == times
 
 
 def test_no_process_outlives_the_first_one(start):

@@ -16,7 +16,7 @@ worker.py   the server's processes that hold Datasets
 
 from typing import Any
 
-__version__ = "2026-11-27"  # CHANGES.md says what else to change when you update your copy
+__version__ = "2026-11-27.2"  # CHANGES.md says what else to change when you update your copy
 __all__ = ["RemoteDataset", "as_is"]
 
 

@@ -108,7 +108,11 @@ def main() -> None:
         """Exit normally, even if a second SIGTERM comes."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not forked:
-            print("feed: no Dataset was sent: does the script use RemoteDataset?", flush=True)
+            print(
+                "feed: no Dataset was sent: does the script use RemoteDataset, and give the "
+                "DataLoader what RemoteDataset returns, not what map, shuffle or a slice made of it?",
+                flush=True,
+            )
         sys.exit()
 
     signal.signal(signal.SIGTERM, end)
