@@ -312,7 +312,8 @@ def test_no_process_outlives_the_first_one(start):
     [host] = up(start())
     waiting = keep_busy(host)
     processes = host.processes()
-    assert len(processes) == 1 + 1 + 1 + 1  # server, front, the Dataset's process and a worker
+    # Server, front, the Dataset's process, a worker, and perhaps one that compares the sample.
+    assert 4 <= len(processes) <= 5
     host.process.kill()
     wait_until(lambda: all(map(has_ended, processes)))
     del waiting

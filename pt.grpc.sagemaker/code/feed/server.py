@@ -109,8 +109,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not forked:
             print(
-                "feed: no Dataset was sent: does the script use RemoteDataset, and give the "
-                "DataLoader what RemoteDataset returns, not what map, shuffle or a slice made of it?",
+                "feed: no Dataset was sent: does the script use RemoteDataset, and is what it "
+                "returns in the DataLoader, not what map, shuffle or a slice has made of it?",
                 flush=True,
             )
         sys.exit()
