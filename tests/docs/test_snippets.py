@@ -33,7 +33,6 @@ NAMED = {
     FIGURE: "overwrites a figure; tests/shared/test_advisor.py compares what it draws",
     "make demo": "runs the notebooks, which these tests run too (PyTorch's on less data)",
     "make test": "runs these tests",
-    "make lab": "opens a browser; the notebooks in it are run by these tests",
     "make bench": "takes long; benchmarks/README.md says what it checks itself",
     ".venv/bin/python benchmarks/gpu.py": "takes long; tests/benchmarks/test_gpu.py runs it",
     "HETERO_TOKEN=secret python -m feed.server 127.0.0.1:7712": "runs until it is stopped; "
