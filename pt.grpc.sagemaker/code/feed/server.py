@@ -25,9 +25,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from feed import wire
-from feed.front import Front
-from feed.worker import fork, fork_for_each, hold
+# The other modules of feed import torch, which takes seconds: only after a look at the arguments.
 
 MOST_CALLS = 2048  # at the same time; each holds at most one reply
 REFUSAL_SECONDS = 10  # between two lines about refused calls
@@ -35,13 +33,15 @@ OPTIONS = [
     ("grpc.so_reuseport", 0),  # or a second server on this port would take some of the calls
     ("grpc.max_receive_message_length", 64 << 20),  # a chunk's indices and worker_init_fn
     ("grpc.http2.max_ping_strikes", 0),  # clients may ping as often as they like
-    *wire.KEEPALIVE,
 ]
 
 
 def serve(its: socket.socket, main: socket.socket, address: str, token: str, workers: int) -> None:
     """Serve until the main process ends."""
     import grpc  # only after the fork
+
+    from feed import wire
+    from feed.front import Front
 
     its.close()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -68,7 +68,7 @@ def serve(its: socket.socket, main: socket.socket, address: str, token: str, wor
     server = grpc.server(
         ThreadPoolExecutor(MOST_CALLS),
         interceptors=[TokenCheck()],
-        options=OPTIONS,
+        options=[*OPTIONS, *wire.KEEPALIVE],
         maximum_concurrent_rpcs=MOST_CALLS,
     )
     methods = {
@@ -102,6 +102,9 @@ def main() -> None:
         parser.error("HOST:PORT is missing: give it, or set HETERO_SERVE_AT")
     if args.workers < 1:
         parser.error("--workers must be 1 or more")
+
+    from feed.worker import fork, fork_for_each, hold
+
     forked: list[int] = []  # a process for each Dataset
 
     def end(*_: Any) -> None:
