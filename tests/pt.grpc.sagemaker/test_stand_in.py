@@ -1,6 +1,8 @@
 """RemoteDataset in place of a Dataset: outside of DataLoaders, inside other Datasets, copied."""
 
 import copy
+import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,3 +162,22 @@ def test_the_workers_of_a_rank_pickle_the_dataset_once_in_each_epoch(hosts, tmp_
         before = len(dataset.file.read_text())
         assert sum(map(len, loader)) == 40
         assert len(dataset.file.read_text()) - before == 1
+
+
+def test_a_script_that_configures_logging_gets_messages_in_its_own_way(hosts, capfd):
+    def said(numbers: range) -> str:
+        assert [*loader_of(hosts, [*numbers], [[0, 1]], num_workers=1)] == [[*numbers][:2]]
+        return capfd.readouterr().out
+
+    assert "feed: list, 0.0 MB was sent to data host" in said(range(7))
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(name)s says: %(message)s"))
+    logging.root.addHandler(handler)
+    try:
+        text = said(range(8))
+        assert "feed says: list, 0.0 MB was sent" in text and "feed: " not in text
+        logging.getLogger("feed").setLevel(logging.WARNING)
+        assert said(range(9)) == ""
+    finally:
+        logging.root.removeHandler(handler)
+        logging.getLogger("feed").setLevel(logging.INFO)

@@ -9,6 +9,7 @@ fetch.py    divides a batch among the data hosts; host.py: a client of one data 
 samples.py  prepares samples, and seeds their random numbers
 travel.py   pickles the Dataset for the data hosts; inherit.py: what else they need
 compare.py  compares a sample with one that is prepared here
+log.py      what it says in the training script
 wire.py     the messages: how they are signed, and how samples are encoded
 server.py   the server of a data host: python -m feed.server HOST:PORT; front.py: answers calls
 worker.py   the server's processes that hold Datasets
@@ -16,7 +17,7 @@ worker.py   the server's processes that hold Datasets
 
 from typing import Any
 
-__version__ = "2026-11-27.2"  # CHANGES.md says what else to change when you update your copy
+__version__ = "2026-11-27.3"  # CHANGES.md says what else to change when you update your copy
 __all__ = ["RemoteDataset", "as_is"]
 
 

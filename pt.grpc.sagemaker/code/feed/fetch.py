@@ -20,6 +20,7 @@ from typing import IO, Any
 import grpc
 
 from feed.host import DataHost
+from feed.log import logger
 from feed.samples import Chunk, differ
 from feed.wire import Lost
 
@@ -228,8 +229,8 @@ class Fetcher:
         host.workers = 0
         if not host.failure:
             host.failure = why
-            text = f"data host {host.address} failed ({why}): trying it again, and other hosts"
-            print(f"feed: {text}", flush=True)
+            text = "data host %s failed (%s): trying it again, and other hosts"
+            logger.warning(text, host.address, why)
 
     def rest(self) -> None:
         """End all calls of this process, and wait until none of its threads is in gRPC."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from feed import wire
 from feed.iterate import Stream
+from feed.log import logger
 from feed.samples import Chunk, raised_again
 from feed.travel import frames_of
 from feed.wire import Lost, Reply, Request
@@ -88,7 +89,7 @@ class DataHost:
                     "upload. Give RemoteDataset a callable that makes the Dataset"
                 )
             if taken.state == wire.READY:  # otherwise another process uploads it
-                print(f"feed: {what} was sent to data host {self.address}", flush=True)
+                logger.info("%s was sent to data host %s", what, self.address)
         if reply.state != wire.READY:
             call.cancel()
             return None

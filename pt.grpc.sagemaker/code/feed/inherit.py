@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from feed.log import logger
 from feed.travel import EMPTY, DatasetPickler, imported_in, is_generator, own_modules
 
 # torchrun's variables, and the beginnings of those that each host has for itself.
@@ -154,7 +155,7 @@ def set_variables(content: bytes) -> None:
             names.append(full_name)
     if names:
         shown = ", ".join(names[:9]) + (f" and {len(names) - 9} more" if len(names) > 9 else "")
-        print(f"feed: set as in the training script: {shown}", flush=True)
+        logger.info("set as in the training script: %s", shown)
 
 
 class Update:

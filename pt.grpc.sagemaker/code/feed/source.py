@@ -20,6 +20,7 @@ from feed.compare import WHERE, Comparison, Here, add, explain
 from feed.epochs import Asked, asked_for
 from feed.fetch import Fetcher
 from feed.inherit import environment, environment_at_start, variables
+from feed.log import logger
 from feed.samples import Asker, Chunk, make, prepare, undisturbed
 from feed.travel import DatasetPickler, Digest, dump, generators_of, paths_of_script
 
@@ -217,7 +218,7 @@ class Source:
         if self.comparison.is_over():
             comparison, self.comparison = self.comparison, None
             if (why := comparison.result()) and not self.is_compared[0]:
-                print(f"feed: samples of {comparison.name} were not compared: {why}", flush=True)
+                logger.warning("samples of %s were not compared: %s", comparison.name, why)
             self.is_compared[0] = 1
 
     def asker(self, asked: Asked | None) -> Asker:
@@ -340,7 +341,7 @@ class Source:
             text += "num_workers to this rank's share of the data hosts' cores"
         if text and text not in self.noticed and (not info or info.id == 0):
             self.noticed.add(text)
-            print(f"feed: {text}", flush=True)
+            logger.warning(text)
 
 
 class Pickled(NamedTuple):

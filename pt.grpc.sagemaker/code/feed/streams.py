@@ -27,6 +27,7 @@ from feed.epochs import asked_for
 from feed.fetch import Fetcher
 from feed.host import DataHost
 from feed.iterate import Stream
+from feed.log import logger
 from feed.source import Source
 from feed.stand_in import Wrapper
 from feed.wire import Lost
@@ -262,7 +263,7 @@ class OpenStream:
     def say(self, text: str) -> None:
         self.said_at = time.monotonic()
         rank = os.environ.get("RANK", 0)
-        print(f"feed: stream {self.stream.worker} of rank {rank} {text}", flush=True)
+        logger.warning("stream %s of rank %s %s", self.stream.worker, rank, text)
 
     def __del__(self) -> None:
         self.close()
