@@ -90,7 +90,7 @@ def try_out(script: Path, source: str, folder: Path) -> list[str]:
                     return [f"{place.name}: failed", *said(place)[-30:]]
     problems = compare(*(batches_of(place) for place in (plain, here, there)))
     problems += [f"{line}" for line in said(there) if "not compared" in line]
-    needed = sum(len(batch["numbers"]) for batch in batches_of(there))
+    needed = len({(batch["epoch"], n) for batch in batches_of(there) for n in batch["numbers"]})
     by_host = [sum(map(int, (there / f"prepared-{port}").read_text().split())) for port in ports]
     print(f"{script.stem}: {needed} samples, prepared by data hosts: {by_host}", file=sys.stderr)
     if not all(by_host) or sum(by_host) < needed:

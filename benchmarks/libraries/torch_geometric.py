@@ -44,7 +44,7 @@ transform = T.Compose([T.RandomJitter(0.05), T.RandomRotate(180), T.Distance()])
 dataset = Graphs(transform)[:24]
 dataset = RemoteDataset(dataset)  # added
 loader = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2)
-model = GCN(dataset.num_node_features or 3, 8, 2, 30)
+model = GCN(3, 8, 2, 30)
 optimizer = torch.optim.Adam(model.parameters())
 for epoch in range(2):
     for batch in loader:

@@ -47,7 +47,14 @@ class MyTrainer(DetectionTrainer):
 
 no_other = {"hsv_h": 0, "hsv_s": 0, "hsv_v": 0, "translate": 0, "scale": 0, "fliplr": 0}
 overrides = {"model": "yolo26n.yaml", "data": "data.yaml", "imgsz": 64, "batch": 4, "plots": False}
-overrides |= {"epochs": 3, "close_mosaic": 1, "cache": "ram", "val": False, "device": "cpu", "project": "runs"}
+overrides |= {
+    "epochs": 3,
+    "close_mosaic": 1,
+    "cache": "ram",
+    "val": False,
+    "device": "cpu",
+    "project": "runs",
+}
 trainer = MyTrainer(overrides=overrides | no_other)
 trainer.args.workers = 2  # on a CPU, the trainer has set it to 0
 trainer.train()
