@@ -161,11 +161,12 @@ def compare(plain: list[dict], here: list[dict], there: list[dict]) -> list[str]
 
 def row(source: str) -> str:
     """Return the script's row of the table, from its docstring and first dependency."""
-    title = re.search(r'"""(\[.+\))\n', source)[1]
+    title = re.search(r'"""(\[.+)\n', source)[1]
     version = re.search(r'"[\w\[\],-]+==([\w.]+)"', source)[1]
     mind, compared = re.search(r"\nMind: (.+?)\nCompared: (.+?)\n+\"\"\"", source, re.S).groups()
     lines = len(re.findall(r"  # added$", source, re.M))
-    cells = f"{title} {version}", str(lines), " ".join(mind.split()), " ".join(compared.split())
+    title = re.sub(r"\)", f") {version}", title, count=1)
+    cells = title, str(lines), " ".join(mind.split()), " ".join(compared.split())
     return f"| {' | '.join(cells)} |"
 
 

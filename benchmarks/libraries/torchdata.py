@@ -1,0 +1,46 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "torchdata==0.11.0", "torch==2.14.1", "numpy==2.4.6", "grpcio==1.85.1", "cloudpickle==3.1.2",
+# ]
+# ///
+"""[torchdata](https://github.com/meta-pytorch/data), StatefulDataLoader
+
+Mind: to resume in mid-epoch, also call `dataset.start_at_batch`.
+Compared: order, labels; augmented images with and without data hosts; each also after resuming
+"""
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from batches import seen
+from feed import RemoteDataset  # added
+
+
+class Images(Dataset):
+    def __init__(self):
+        self.images = np.random.default_rng(1).random((24, 3, 16, 16), np.float32)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, number):
+        image = np.roll(self.images[number], np.random.randint(16), axis=2)
+        return torch.tensor(image) + 0.1 * torch.rand(1), number
+
+
+torch.manual_seed(1)
+dataset = Images()
+dataset = RemoteDataset(dataset)  # added
+loader = StatefulDataLoader(dataset, batch_size=4, shuffle=True, num_workers=2)
+for epoch in range(2):
+    for batch, (images, labels) in enumerate(loader):
+        seen(epoch, labels, random=images)
+        if epoch == 1 and batch == 2:
+            state = loader.state_dict()
+loader = StatefulDataLoader(dataset, batch_size=4, shuffle=True, num_workers=2)
+loader.load_state_dict(state)
+for images, labels in loader:
+    seen(2, labels, random=images)
