@@ -6,8 +6,8 @@
 # ///
 """[accelerate](https://github.com/huggingface/accelerate)
 
-Mind: nothing.
-Compared: order, labels, images; augmented images with and without data hosts
+Mind: Nothing, but [streams](../pt.grpc.sagemaker/loader.md#streams) are different.
+Compared: order, labels, images; at random: augmented images
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Notes the batches that a script of this folder trains on, for libraries.py, which compares them."""
+"""Notes the batches that a script trains on. libraries.py compares them."""
 
 import hashlib
 import json

@@ -6,8 +6,8 @@
 # ///
 """[Keras](https://github.com/keras-team/keras), PyTorch as its backend
 
-Mind: only for Datasets and DataLoaders of torch.
-Compared: order, labels; augmented images with and without data hosts
+Mind: Nothing. As before, `fit` begins one more epoch, to look at a batch.
+Compared: order, labels; at random: images
 """
 
 import os

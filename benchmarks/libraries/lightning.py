@@ -6,8 +6,8 @@
 # ///
 """[Lightning](https://github.com/Lightning-AI/pytorch-lightning)
 
-Mind: the line goes into `setup`.
-Compared: order, labels; augmented images with and without data hosts
+Mind: It goes into `setup`, once for each Dataset.
+Compared: order, labels; at random: images of training and validation
 """
 
 import lightning

@@ -6,8 +6,8 @@
 # ///
 """[MONAI](https://github.com/Project-MONAI/MONAI)
 
-Mind: data hosts get what `CacheDataset` has cached.
-Compared: order, whole volumes; random crops with and without data hosts
+Mind: A `CacheDataset` is sent with all that it has cached.
+Compared: order; at random: crops, rotations, noise
 """
 
 from pathlib import Path

@@ -6,8 +6,9 @@
 # ///
 """[pycls](https://github.com/facebookresearch/pycls)
 
-Mind: its settings.
-Compared: order, labels; augmented images with and without data hosts
+Mind: Its settings, `cfg`, reach data hosts from a clone, with `pycls` beside the script. If it is
+installed, the first batch is refused.
+Compared: order, labels; at random: crops, flips, lighting
 """
 
 import importlib.util
@@ -22,11 +23,11 @@ import torch
 shutil.copytree(Path(importlib.util.find_spec("pycls").origin).parent, "pycls")
 importlib.invalidate_caches()
 
-from pycls.core.config import cfg
-from pycls.datasets import loader
+from pycls.core.config import cfg  # noqa: E402
+from pycls.datasets import loader  # noqa: E402
 
-from batches import seen
-from feed import RemoteDataset  # added
+from batches import seen  # noqa: E402
+from feed import RemoteDataset  # noqa: E402  # added
 
 for number in range(24):
     folder = Path(f"data/train/n{number:02}")

@@ -6,8 +6,9 @@
 # ///
 """[timm](https://github.com/huggingface/pytorch-image-models)
 
-Mind: the line comes between create_dataset and create_loader, and after AugMixDataset.
-Compared: order, labels; augmented images (RandAugment, random erasing) with and without data hosts
+Mind: It comes between `create_dataset` and `create_loader`. With `input_size_choices`, images are
+augmented on the training host.
+Compared: order, labels; at random: crops, RandAugment, erasing
 """
 
 from pathlib import Path

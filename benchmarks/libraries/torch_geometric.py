@@ -6,8 +6,9 @@
 # ///
 """[PyTorch Geometric](https://github.com/pyg-team/pytorch_geometric)
 
-Mind: first the slices, such as `dataset[:100]`, which are new Datasets, and then the line.
-Compared: order, edges; positions, with random transforms, with and without data hosts
+Mind: Slices and `shuffle()` return new Datasets: call them first. `NeighborLoader` has no Dataset,
+so it stays as it is.
+Compared: order, edges; at random: positions
 """
 
 import torch

@@ -6,8 +6,9 @@
 # ///
 """[torchdata](https://github.com/meta-pytorch/data), StatefulDataLoader
 
-Mind: to resume in mid-epoch, also call `dataset.start_at_batch`.
-Compared: order, labels; augmented images with and without data hosts; each also after resuming
+Mind: `load_state_dict` works as before. To also get the random numbers of a run that has not
+stopped, call `start_at_batch`.
+Compared: order, labels, also after resuming in an epoch; at random: images
 """
 
 import numpy as np
@@ -39,8 +40,13 @@ for epoch in range(2):
     for batch, (images, labels) in enumerate(loader):
         seen(epoch, labels, random=images)
         if epoch == 1 and batch == 2:
-            state = loader.state_dict()
+            state, rest = loader.state_dict(), []
+        elif epoch == 1 and batch > 2:
+            rest.append(images)
 loader = StatefulDataLoader(dataset, batch_size=4, shuffle=True, num_workers=2)
 loader.load_state_dict(state)
+dataset.start_at_batch(3)  # added
 for images, labels in loader:
     seen(2, labels, random=images)
+    assert torch.equal(images, rest.pop(0))  # check
+assert not rest  # check

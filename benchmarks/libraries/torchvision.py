@@ -7,9 +7,9 @@
 # ///
 """[torchvision](https://github.com/pytorch/vision), detection
 
-Mind: samplers that ask for the Dataset's class, as its reference script's groups by aspect ratio
-do, come before the line.
-Compared: order, image sizes; images and boxes, randomly cropped, with and without data hosts
+Mind: What asks for the Dataset's class comes first: `wrap_dataset_for_transforms_v2`, and the
+grouping by aspect ratio in the reference script.
+Compared: order; at random: colours, crops, boxes
 """
 
 import json

@@ -7,9 +7,9 @@
 # ///
 """[Hugging Face Trainer](https://github.com/huggingface/transformers)
 
-Mind: `set_transform`, `map` and the like come before the line. A Dataset from files needs
+Mind: `map` and `with_transform` return new Datasets: call them first. Load files with
 `keep_in_memory=True`.
-Compared: order, labels; augmented images with and without data hosts
+Compared: order, labels; at random: images
 """
 
 import datasets

@@ -7,10 +7,9 @@
 # ///
 """[ultralytics](https://github.com/ultralytics/ultralytics)
 
-Mind: the line goes into `build_dataset` of a trainer of yours, which needs two lines more. A mosaic
-takes images that its process has loaded lately, so it is repeatable only with `cache="ram"`.
-Compared: order; images and boxes of the last epoch, which has no mosaics, as the plain DataLoader
-has them; mosaics with and without data hosts.
+Mind: It goes into a trainer of yours. A mosaic takes images that its process has loaded lately;
+that is repeatable only with `cache="ram"`.
+Compared: order, boxes and images of the last epoch, which has no mosaics; at random: mosaics
 """
 
 from pathlib import Path
@@ -33,16 +32,18 @@ Path("data.yaml").write_text(
 )
 
 
-class MyTrainer(DetectionTrainer):
-    def build_dataset(self, *args, **kwargs):  # added
-        return RemoteDataset(super().build_dataset(*args, **kwargs))  # added
-
+class Trainer(DetectionTrainer):
     def preprocess_batch(self, batch):
         numbers = [Path(file).stem for file in batch["im_file"]]
         boxes = [batch["bboxes"][batch["batch_idx"] == at] for at in range(len(numbers))]
         kind = "random" if self.epoch < 2 else "fixed"  # the last epoch has no mosaics
         seen(self.epoch, numbers, **{kind: zip(batch["img"], boxes, strict=True)})
         return super().preprocess_batch(batch)
+
+
+class MyTrainer(Trainer):  # added
+    def build_dataset(self, *args, **kwargs):  # added
+        return RemoteDataset(super().build_dataset(*args, **kwargs))  # added
 
 
 no_other = {"hsv_h": 0, "hsv_s": 0, "hsv_v": 0, "translate": 0, "scale": 0, "fliplr": 0}
@@ -55,6 +56,7 @@ overrides |= {
     "device": "cpu",
     "project": "runs",
 }
-trainer = MyTrainer(overrides=overrides | no_other)
+trainer = Trainer(overrides=overrides | no_other)  # plain
+trainer = MyTrainer(overrides=overrides | no_other)  # added
 trainer.args.workers = 2  # on a CPU, the trainer has set it to 0
 trainer.train()

@@ -6,8 +6,9 @@
 # ///
 """[webdataset](https://github.com/webdataset/webdataset)
 
-Mind: a stream; `shuffle` and so on come before the line, and `shuffle` needs a `seed=`.
-Compared: order, labels, augmented images, all as the plain DataLoader has them
+Mind: A [stream](../pt.grpc.sagemaker/loader.md#streams). `shuffle`, `map` and so on return new
+Datasets: call them first.
+Compared: order, labels, images, also what is random in them
 """
 
 from pathlib import Path
