@@ -36,11 +36,13 @@ def main() -> None:
     scripts = {path.stem: path for path in paths}
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("names", metavar="NAME", nargs="*", choices=[[], *scripts], help=", ".join(scripts))
-    failed = []
+    add("names", metavar="NAME", nargs="*", help=", ".join(scripts))
+    names, failed = parser.parse_args().names or [*scripts], []
+    if unknown := {*names} - {*scripts}:
+        parser.error(f"there is no script named {', '.join(unknown)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `running` ends the processes
     print("| Library | Lines | What to mind | Compared |\n|---|---|---|---|", flush=True)
-    for name in parser.parse_args().names or scripts:
+    for name in names:
         started, source = time.monotonic(), scripts[name].read_text()
         with tempfile.TemporaryDirectory() as folder:
             problems = try_out(scripts[name], source, Path(folder))

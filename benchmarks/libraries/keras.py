@@ -1,12 +1,12 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #   "keras==3.15.1", "torch==2.14.1", "grpcio==1.85.1", "cloudpickle==3.1.2",
 # ]
 # ///
 """[Keras](https://github.com/keras-team/keras), PyTorch as its backend
 
-Mind: Nothing. As before, `fit` begins one more epoch, to look at a batch.
+Mind: Nothing. As before, `fit` also fetches some batches that it does not train on.
 Compared: order, labels; at random: images
 """
 

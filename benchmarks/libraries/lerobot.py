@@ -1,13 +1,13 @@
 # /// script
 # requires-python = ">=3.12,<3.14"
 # dependencies = [
-#   "lerobot[dataset]==0.6.1", "grpcio==1.85.1", "cloudpickle==3.1.2",
+#   "lerobot[dataset]==0.6.1", "torch==2.11.0", "grpcio==1.85.1", "cloudpickle==3.1.2",
 # ]
 # ///
 """[LeRobot](https://github.com/huggingface/lerobot)
 
-Mind: It has a cache on disk that data hosts lack, so give RemoteDataset a callable. Data hosts need
-the folder.
+Mind: The Dataset uses a cache on disk that data hosts lack, so give RemoteDataset a callable. Data
+hosts need the Dataset's folder.
 Compared: order, states, actions; at random: images from videos
 """
 

@@ -1,12 +1,12 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #   "lightning==2.6.6", "torch==2.14.1", "numpy==2.4.6", "grpcio==1.85.1", "cloudpickle==3.1.2",
 # ]
 # ///
 """[Lightning](https://github.com/Lightning-AI/pytorch-lightning)
 
-Mind: It goes into `setup`, once for each Dataset.
+Mind: The line goes into `setup`, once for each Dataset.
 Compared: order, labels; at random: images of training and validation
 """
 

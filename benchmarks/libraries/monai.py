@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #   "monai==1.6.1", "nibabel==5.4.2", "torch==2.14.1", "grpcio==1.85.1", "cloudpickle==3.1.2",
 # ]

@@ -1,13 +1,13 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #   "timm==1.0.31", "torch==2.14.1", "torchvision==0.29.1", "grpcio==1.85.1", "cloudpickle==3.1.2",
 # ]
 # ///
 """[timm](https://github.com/huggingface/pytorch-image-models)
 
-Mind: It comes between `create_dataset` and `create_loader`. With `input_size_choices`, images are
-augmented on the training host.
+Mind: The line comes between `create_dataset` and `create_loader`. With `input_size_choices`, images
+are augmented on the training host.
 Compared: order, labels; at random: crops, RandAugment, erasing
 """
 

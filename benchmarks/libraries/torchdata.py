@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #   "torchdata==0.11.0", "torch==2.14.1", "numpy==2.4.6", "grpcio==1.85.1", "cloudpickle==3.1.2",
 # ]

@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #   "torchvision==0.29.1", "pycocotools==2.0.11", "torch==2.14.1", "grpcio==1.85.1",
 #   "cloudpickle==3.1.2",

@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #   "ultralytics==8.4.190", "torch==2.14.1", "torchvision==0.29.1", "grpcio==1.85.1",
 #   "cloudpickle==3.1.2",
@@ -7,8 +7,8 @@
 # ///
 """[ultralytics](https://github.com/ultralytics/ultralytics)
 
-Mind: It goes into a trainer of yours. A mosaic takes images that its process has loaded lately;
-that is repeatable only with `cache="ram"`.
+Mind: The line goes into a trainer of yours. Mosaics take images that their process has loaded
+lately; that is repeatable only with `cache="ram"`.
 Compared: order, boxes and images of the last epoch, which has no mosaics; at random: mosaics
 """
 
