@@ -78,6 +78,8 @@ def test_several_datasets_are_refused():
     ):
         RemoteDataset(splits)
     assert [*DataLoader(RemoteDataset({0: 1, 1: 2}), collate_fn=list)] == [[1], [2]]
+    with pytest.raises(TypeError, match="use it once, after everything that makes another"):
+        RemoteDataset(RemoteDataset([1, 2]))
 
 
 @pytest.mark.parametrize(

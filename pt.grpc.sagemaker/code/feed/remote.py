@@ -45,7 +45,11 @@ class RemoteDataset(Wrapper):
 
     def __new__(cls, dataset: Any = None, *args: Any, **options: Any) -> Any:
         if isinstance(dataset, Wrapper):
-            raise TypeError("RemoteDataset got a RemoteDataset: give it the Dataset itself")
+            # Such as by torchvision's wrap_dataset_for_transforms_v2.
+            raise TypeError(
+                "RemoteDataset got a RemoteDataset: use it once, after everything that makes "
+                "another Dataset of the first one"
+            )
         if isinstance(dataset, IterableDataset):  # torch checks the class, too
             return stream_of(dataset, *args, **options)
         return super().__new__(cls)
