@@ -1,6 +1,7 @@
 """Set-up and fixtures for all tests. Tests run jobs on this machine only, never on AWS."""
 
 import contextlib
+import logging
 import os
 import tempfile
 import zlib
@@ -50,6 +51,12 @@ def no_litter() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)  # for child processes; this process keeps its own
         yield
+
+
+@pytest.fixture(autouse=True)
+def logging_is_not_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what an earlier test's libraries have configured: the loader then prints nothing."""
+    monkeypatch.setattr(logging.root, "handlers", [])
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,7 @@ def test_a_run_leaves_a_page(repository: Repository):
     assert "mnist-heterogeneous" in output
     assert "ml.g5.xlarge for training job usage: 1 (yours: 2)" in output
     # Three times the PyTorch notebook's jobs, each for 22 minutes.
-    assert f"at most USD {3 * (3 * 1.41 + 2 * 1.632) * 22 / 60:.2f}" in output
+    assert f"at most USD {3 * (4 * 1.41 + 3 * 1.632) * 22 / 60:.2f}" in output
     assert "again, up to six times ten minutes apart" in output  # as in the notebook
     assert ACCOUNT not in output
 

@@ -108,10 +108,13 @@ def test_one_of_the_ranks_speaks(tmp_path):
     )
     command = [sys.executable, "-c", program, str(tmp_path / "store")]
     ranks = [
-        subprocess.Popen([*command, str(rank)], cwd=ROOT / "shared", stdout=-1, text=True)
+        subprocess.Popen(
+            [*command, str(rank)], cwd=ROOT / "shared", stdout=-1, stderr=-1, text=True
+        )
         for rank in range(2)
     ]
-    first, second = [rank.communicate(timeout=100)[0] for rank in ranks]
+    (first, errors), (second, _) = [rank.communicate(timeout=100) for rank in ranks]
+    assert ranks[0].wait() == 0, errors
     assert not second and first.startswith(f"{module.NOTICE}\nmeasured: epochs of 9 ")
     assert numbers(first)["step_ms"] >= 0
 
