@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import feed.server  # isort: skip  (first, since it sets environment variables)
 import feed.iterate
-import feed.server  # first, since it sets environment variables
 import feed.worker
 
 

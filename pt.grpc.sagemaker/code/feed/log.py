@@ -13,7 +13,7 @@ class UnlessConfigured(logging.Handler):
     """Prints messages as long as the script has not configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        # TensorFlow and others add a NullHandler, which shows nothing.
+        # A NullHandler shows nothing.
         if all(isinstance(handler, logging.NullHandler) for handler in logging.root.handlers):
             print(f"feed: {record.getMessage()}", flush=True)
 
