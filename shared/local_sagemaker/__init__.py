@@ -2,12 +2,9 @@
 
     from shared import local_sagemaker
 
-    sagemaker = local_sagemaker.start()      # from here on, this machine replaces AWS
+    sagemaker = local_sagemaker.start()      # from here on, or in a with block, this replaces AWS
     trainer = ModelTrainer(role=sagemaker.role, ...)
     trainer.train()                          # the SDK, boto3, S3, CloudWatch: unchanged
-
-    with local_sagemaker.start() as sagemaker:
-        ...                                  # or only for a block
 
 moto mocks AWS (S3, IAM, STS, CloudWatch, Logs, SageMaker's API), but only pretends to run training
 jobs. Here they really run: each host is a process with its own /opt/ml tree, loopback address and

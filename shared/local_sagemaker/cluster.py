@@ -7,7 +7,7 @@ import os
 import random
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from moto.utilities.utils import load_resource
 INSTANCE_TYPES = load_resource("ec2/resources/instance_types.json")
 
 FIRST_PORT, PORTS_PER_JOB, JOBS_AT_ONCE = 10_000, 50, 400  # below Linux's ephemeral ports (32768)
+RANDOM = random.SystemRandom()  # what is in a random order on AWS does not depend on any seed here
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,6 @@ def share_of_cores(instance_type: str, scale_vcpus: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) * vcpus(instance_type) // scale_vcpus)
 
 
-def shuffled(things: Sequence) -> list:
-    """Return `things` in a random order that does not depend on any seed."""
-    return random.SystemRandom().sample(things, len(things))
-
-
 def plan_hosts(groups: list[dict], scale_vcpus: int, number: int, folder: Path) -> list[Host]:
     """Name the hosts, and divide this machine's cores among them in proportion to their vCPUs.
 
@@ -103,7 +99,7 @@ def plan_hosts(groups: list[dict], scale_vcpus: int, number: int, folder: Path) 
     load, hosts = dict.fromkeys(available, 0.0), {}
     places = [(g["InstanceType"], g) for g in groups for _ in range(g["InstanceCount"])]
     places.sort(key=lambda place: -vcpus(place[0]))  # the largest first
-    order = shuffled(range(1, len(places) + 1))
+    order = RANDOM.sample(range(1, len(places) + 1), len(places))
     for host_number, (instance_type, group) in zip(order, places, strict=True):
         share = share_of_cores(instance_type, scale_vcpus)
         cores = sorted(sorted(available, key=lambda core: (load[core], core))[:share])
@@ -127,8 +123,8 @@ def describe_plan(job_name: str, hosts: list[Host]) -> str:
     table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     types = collections.Counter(host.instance_type for host in hosts)
     needed = ", ".join(f"{count} {kind}" for kind, count in sorted(types.items()))
-    quotas = f"On AWS, it needs quotas for training job usage: {needed}"
-    return "\n  ".join([f"{job_name} on this machine:", *table]) + "\n" + quotas
+    plan = "\n  ".join([f"{job_name} on this machine:", *table])
+    return f"{plan}\nOn AWS, it needs quotas for training job usage: {needed}"
 
 
 def write_configuration(host: Host, hosts: list[Host], request: dict, python: Path) -> None:
@@ -144,30 +140,29 @@ def write_configuration(host: Host, hosts: list[Host], request: dict, python: Pa
     (host.tree / "tmp").mkdir()
     # The interpreter's path may have spaces, and the SDK's start-up script does not quote it.
     (host.tree / "python").symlink_to(python.parent)
+    groups = [
+        {
+            "instance_group_name": group["InstanceGroupName"],
+            "instance_type": group["InstanceType"],
+            "hosts": [h.name for h in hosts if h.group == group["InstanceGroupName"]],
+        }
+        for group in instance_groups(request["ResourceConfig"])
+    ]
+    for names in (groups, *(group["hosts"] for group in groups)):
+        RANDOM.shuffle(names)
     resource_config = {
         "current_host": host.name,
         "current_instance_type": host.instance_type,
         "current_group_name": host.group,
         "hosts": sorted(h.name for h in hosts),
-        "instance_groups": [
-            {
-                "instance_group_name": group["InstanceGroupName"],
-                "instance_type": group["InstanceType"],
-                "hosts": shuffled([h.name for h in hosts if h.group == group["InstanceGroupName"]]),
-            }
-            for group in shuffled(instance_groups(request["ResourceConfig"]))
-        ],
+        "instance_groups": groups,
         "network_interface_name": "lo",  # eth0 on AWS; here the hosts have loopback addresses
     }
-    input_data_config = {
-        channel["ChannelName"]: {
-            "TrainingInputMode": "File",
-            "S3DistributionType": "FullyReplicated",
-            "RecordWrapperType": "None",
-            **{key: channel[key] for key in ("ContentType",) if key in channel},
-        }
-        for channel in channels_of(host, request)
-    }
+    told = {"S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
+    input_data_config = {}
+    for channel in channels_of(host, request):
+        kind = {"ContentType": channel["ContentType"]} if "ContentType" in channel else {}
+        input_data_config[channel["ChannelName"]] = {"TrainingInputMode": "File", **told, **kind}
     for name, content in (
         ("resourceconfig", resource_config),
         ("hyperparameters", request.get("HyperParameters", {})),

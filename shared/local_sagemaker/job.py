@@ -82,7 +82,6 @@ class Job(threading.Thread):
             self.logs.create_log_group(LOG_GROUP, {})
         self.cloudwatch = boto3.client("cloudwatch", region_name=self.region)
         self.synced: dict[Path, tuple] = {}
-
         self.number, self.lock = cluster.lock_job_number()
         self.folder = Path(tempfile.mkdtemp(prefix="local-sagemaker-"))
         groups = cluster.instance_groups(request["ResourceConfig"])
@@ -96,13 +95,12 @@ class Job(threading.Thread):
         (self.folder / "events.jsonl").touch()
         # From here on, the supervisor removes the folder when this process ends, even in a crash.
         self.supervisor = subprocess.Popen(
-            [sys.executable, supervisor.__file__],
+            [sys.executable, supervisor.__file__, str(self.folder)],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,  # Ctrl-C in the kernel's terminal must not reach the job
         )
-        self.tell_supervisor(str(self.folder))
 
     def stop(self) -> bool:
         """Stop the job, as StopTrainingJob does; return False if it has already ended."""
@@ -185,7 +183,10 @@ class Job(threading.Thread):
             if self.stop_asked:
                 return "Stopped", "Stopped"
             self.enter("Training")
-            self.tell_supervisor(json.dumps(self._plan()))
+            condition = self.request.get("StoppingCondition", {})
+            limit = condition.get("MaxRuntimeInSeconds", DEFAULT_MAX_RUNTIME)
+            hosts = [self._host_plan(host, self.told[host.name]) for host in self.hosts]
+            self.tell_supervisor(json.dumps({"max_runtime_seconds": limit, "hosts": hosts}))
             self.planned = True
         end = self._follow()
         self._sync_checkpoints()
@@ -200,16 +201,8 @@ class Job(threading.Thread):
         # A job that ends by itself while it is being stopped counts as stopped.
         return ("Stopped", "Stopped") if self.stop_asked else ("Completed", "Completed")
 
-    def _plan(self) -> dict:
-        """Return the plan that the supervisor runs."""
-        condition = {"MaxRuntimeInSeconds": DEFAULT_MAX_RUNTIME}
-        condition |= self.request.get("StoppingCondition", {})
-        return {
-            "max_runtime_seconds": condition["MaxRuntimeInSeconds"],
-            "hosts": [self._host_plan(host, self.told[host.name]) for host in self.hosts],
-        }
-
     def _host_plan(self, host: cluster.Host, told: dict) -> dict:
+        """Return what the supervisor needs to run a host, which was told this request."""
         specification = told["AlgorithmSpecification"]
         command = specification["ContainerEntrypoint"] + specification.get("ContainerArguments", [])
         return {

@@ -4,7 +4,7 @@ boto3 itself checks types, required members and minimums before it sends a reque
 maximums, patterns and values to AWS, or here to this file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 
 import regex  # the model's patterns have classes such as \p{L}, which `re` does not know
 from botocore.model import OperationModel, Shape
@@ -45,8 +45,7 @@ def _violations(value: object, shape: Shape, path: str) -> Iterator[str]:
 def _failed(value: object, shape: Shape) -> Iterator[str]:
     """Yield the constraints of `shape` alone that `value` does not satisfy."""
     limits = shape.metadata
-    sized = shape.type_name in ("string", "list", "map")
-    size, what = (len(value), "length") if sized else (value, "value")
+    size, what = (len(value), "length") if isinstance(value, Sized) else (value, "value")
     if "max" in limits and size > limits["max"]:
         yield f"Member must have {what} less than or equal to {limits['max']}"
     # With WORD, `.` matches no line separator, as on AWS; a vertical tab is refused here only.

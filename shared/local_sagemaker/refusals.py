@@ -34,7 +34,10 @@ def check(request: dict, existing_job: FakeTrainingJob | None) -> None:
 def _settings(request: dict) -> Iterator[str]:
     if not request.get("AlgorithmSpecification", {}).get("TrainingImage"):
         yield "AlgorithmSpecification needs either a TrainingImage or an AlgorithmName."
-    yield from _unique("Tag keys", [tag["Key"] for tag in request.get("Tags", [])])
+    keys = [tag["Key"] for tag in request.get("Tags", [])]
+    yield from _unique("Tag keys", keys)
+    if any(key.lower().startswith("aws:") for key in keys):
+        yield f"Tag keys must not start with aws:, but the request has {keys}."
     condition = request.get("StoppingCondition", {})
     spot = request.get("EnableManagedSpotTraining")
     limit = condition.get("MaxRuntimeInSeconds", DEFAULT_MAX_RUNTIME)
@@ -69,12 +72,13 @@ def _channels(request: dict) -> Iterator[str]:
     channels = request.get("InputDataConfig", [])
     groups = [g["InstanceGroupName"] for g in request["ResourceConfig"].get("InstanceGroups", [])]
     yield from _unique("Channel names", [channel["ChannelName"] for channel in channels])
-    sources = {c["ChannelName"]: c["DataSource"].get("S3DataSource", {}) for c in channels}
-    own = {name: source.get("InstanceGroupNames", []) for name, source in sources.items()}
-    for name, assigned in own.items():
+    own = {}
+    for channel in channels:
+        name, source = channel["ChannelName"], channel["DataSource"].get("S3DataSource")
+        own[name] = assigned = (source or {}).get("InstanceGroupNames", [])
         if not name.strip("."):
             yield f"The channel name {name!r} is not a folder of its own."
-        if not sources[name]:
+        if not source:
             yield f"Channel {name!r} has no data source."
         if unknown := [group for group in assigned if group not in groups]:
             yield f"Channel {name!r} is assigned to {unknown}, but the groups are {groups}."

@@ -74,18 +74,14 @@ class LocalSageMaker(contextlib.AbstractContextManager):
         self._undo.enter_context(set_aside())
         # Never undone: a client that outlives the session must not reach AWS.
         BotocoreStubber.__call__ = _answer_or_refuse
+        IamResponse.simulate_principal_policy = allow_everything  # moto has no such call
         for session in _instances(botocore.session.Session):
             session.unregister("before-send", botocore_stubber)  # otherwise it answers twice
             session.register("before-send", botocore_stubber)
         self._undo.enter_context(moto.mock_aws())
-        for owner, name, method in (
-            (SageMakerResponse, "call_action", lambda response: self._answer(response)),
-            (IamResponse, "simulate_principal_policy", allow_everything),
-        ):
-            self._undo.enter_context(mock.patch.object(owner, name, method, create=True))
-        allowed = {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}}
-        trust = json.dumps({"Statement": [{**allowed, "Action": "sts:AssumeRole"}]})
-        role = boto3.client("iam").create_role(RoleName=ROLE_NAME, AssumeRolePolicyDocument=trust)
+        answer = mock.patch.object(SageMakerResponse, "call_action", lambda one: self._answer(one))
+        self._undo.enter_context(answer)
+        role = boto3.client("iam").create_role(RoleName=ROLE_NAME, AssumeRolePolicyDocument="{}")
         self.role = role["Role"]["Arn"]
 
     def _answer(self, response: SageMakerResponse) -> tuple:
@@ -133,12 +129,9 @@ class LocalSageMaker(contextlib.AbstractContextManager):
         self.scale_vcpus = scale
         print(cluster.describe_plan(name, job.hosts))
         default = request["AlgorithmSpecification"]["TrainingInputMode"]
-        for channel in request.get("InputDataConfig", []):
-            if channel.get("InputMode", default) == "FastFile":
-                print(
-                    f"FastFile channel {channel['ChannelName']}: here, its files are downloaded "
-                    "before the job starts. AWS reads them from S3 when they are used, read-only."
-                )
+        modes = [each.get("InputMode", default) for each in request.get("InputDataConfig", [])]
+        if "FastFile" in modes:
+            print("FastFile: here, files are downloaded first; AWS reads them in use, read-only.")
         self.jobs[job.record.arn] = job
         job.start()
         return {"TrainingJobArn": job.record.arn}

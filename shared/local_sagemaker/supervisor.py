@@ -1,10 +1,10 @@
 """Run the hosts of one training job as processes on this machine, and clean up afterwards.
 
-As a separate process, it can end the job when the notebook kernel ends or crashes. It reads lines
-from standard input, which the kernel keeps open: the job's folder, the plan (JSON), `stop` for
-StopTrainingJob, and `quit` when the kernel has collected the job's files. On `quit`, at the end of
-the input, or when the kernel is gone, it kills every host and removes the folder. It writes events
-to `<folder>/events.jsonl`, one JSON object a line: a busy kernel must not block a host that prints.
+As a separate process, it can end the job when the notebook kernel ends or crashes. Its argument is
+the job's folder. It reads lines from standard input, which the kernel keeps open: the plan (JSON),
+`stop` for StopTrainingJob, and `quit` when the kernel has collected the job's files. On `quit`, at
+the end of the input, or when the kernel is gone, it kills every host and removes the folder. Its
+events are lines of JSON in `<folder>/events.jsonl`, so that a busy kernel blocks no host's output.
 
 It follows SageMaker's rules as they appear from inside a container:
 - Only PID 1 of a container gets SIGTERM, and Linux drops the signal if PID 1 has no handler for it.
@@ -42,12 +42,9 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 @dataclass
 class RunningHost:
-    """One running host: its PID 1, its unfinished line of output, its CPU use and exit code."""
+    """One running host: its plan, PID 1, unfinished line of output, CPU use and exit code."""
 
-    name: str
-    base_dir: str
-    cores: list[int]
-    vcpus: int
+    plan: dict
     process: subprocess.Popen
     unfinished_line: bytes = b""
     output_open: bool = True
@@ -94,7 +91,7 @@ def start_host(plan: dict) -> RunningHost:
         # Python code between fork and exec is safe here: this process has only one thread.
         preexec_fn=become_pid_1,
     )
-    return RunningHost(plan["name"], plan["base_dir"], plan["cores"], plan["vcpus"], process)
+    return RunningHost(plan, process)
 
 
 def read_output(host: RunningHost, events: TextIO) -> None:
@@ -108,7 +105,7 @@ def read_output(host: RunningHost, events: TextIO) -> None:
     host.unfinished_line = rest.removesuffix(END)
     cuts = [(line, i) for line in lines for i in range(0, max(1, len(line)), LONGEST_LINE)]
     texts = [line[i : i + LONGEST_LINE].decode("utf-8", "replace") for line, i in cuts]
-    write(events, *({"host": host.name, "log": text} for text in texts))
+    write(events, *({"host": host.plan["name"], "log": text} for text in texts))
 
 
 def kill_container(base_dir: str) -> None:
@@ -148,11 +145,11 @@ def sample_cpu(host: RunningHost, events: TextIO) -> None:
         return  # a process has just ended: the next sample covers this time
     now = time.monotonic()
     period = now - host.cpu_sampled_at
-    share = (seconds - host.cpu_seconds) / (period * len(host.cores))
-    percent = 100 * host.vcpus * max(0.0, min(1.0, share))
+    share = (seconds - host.cpu_seconds) / (period * len(host.plan["cores"]))
+    percent = 100 * host.plan["vcpus"] * max(0.0, min(1.0, share))
     host.cpu_seconds, host.cpu_sampled_at = seconds, now
-    start = time.time() - period
-    write(events, {"host": host.name, "cpu_utilization": percent, "since": start})
+    event = {"cpu_utilization": percent, "since": time.time() - period}
+    write(events, {"host": host.plan["name"], **event})
 
 
 def other_programs(hosts: list[RunningHost], own: list[psutil.Process]) -> tuple[float, ...]:
@@ -199,9 +196,9 @@ def run(plan: dict, folder: Path, kernel: int) -> bool:
                 code = host.process.returncode
                 host.exit_code = code if code >= 0 else 128 - code  # as containers report signals
                 host.drained_by = now + SECONDS_TO_DRAIN
-                kill_container(host.base_dir)
+                kill_container(host.plan["base_dir"])
                 if host.exit_code != 0 and kill_at is None:
-                    end_now, failed = "failed", (host.name, host.exit_code)
+                    end_now, failed = "failed", (host.plan["name"], host.exit_code)
             if now > host.drained_by:
                 host.output_open = False  # a daemon holds it; kill_descendants kills that
         running = [host for host in hosts if host.exit_code is None]
@@ -213,7 +210,7 @@ def run(plan: dict, folder: Path, kernel: int) -> bool:
                 send_sigterm(host)
         if kill_at is not None and now >= kill_at:
             for host in running:
-                kill_container(host.base_dir)
+                kill_container(host.plan["base_dir"])
         if now >= next_sample:
             next_sample = now + CPU_SAMPLE_SECONDS
             for host in running:
@@ -232,7 +229,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that kill_descendants finds orphans
     kernel, plan = os.getppid(), {"hosts": []}
-    folder = Path(next_line(kernel).decode())
+    folder = Path(sys.argv[1])
     try:
         if (line := next_line(kernel)) != b"quit":
             plan = json.loads(line)

@@ -153,7 +153,7 @@ def test_a_job_whose_supervisor_is_killed_fails_and_leaves_nothing(jobs: Jobs):
     )
     jobs.wait_for_log(name, "ready")
     children = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    (supervisor,) = (child for child in children if "supervisor.py" in child.cmdline()[-1])
+    (supervisor,) = (child for child in children if "supervisor.py" in " ".join(child.cmdline()))
     supervisor.kill()
     job = jobs.wait(name, seconds=20)
     assert job["TrainingJobStatus"] == "Failed"

@@ -139,6 +139,7 @@ REFUSED = {
         {"Tags": [{"Key": "k", "Value": "1"}, {"Key": "k", "Value": "2"}]},
         r"Tag keys must be unique, but \['k'\]",
     ),
+    "a reserved tag": ({"Tags": [{"Key": "AWS:x", "Value": "1"}]}, "must not start with aws:"),
     "a time to wait without spot": (
         {"StoppingCondition": {"MaxWaitTimeInSeconds": 60}},
         "only supported when EnableManagedSpotTraining is set to true",

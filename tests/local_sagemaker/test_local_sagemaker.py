@@ -260,7 +260,7 @@ def test_fast_file_is_taken_as_file_which_a_line_says(jobs: Jobs, capsys: pytest
         )
     )
     said = [line for line in capsys.readouterr().out.splitlines() if "FastFile" in line]
-    assert len(said) == 1 and said[0].startswith("FastFile channel fast: here, its files are down")
+    assert len(said) == 1 and said[0].startswith("FastFile: here, files are downloaded first;")
     assert jobs.wait("fast")["TrainingJobStatus"] == "Completed"
     assert jobs.log("fast") == ["1 2 3"]
 
