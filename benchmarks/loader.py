@@ -48,7 +48,7 @@ from feed import RemoteDataset
 OURS, STREAM, DATALOADER, RAY = "data host", "data host, stream", "DataLoader", "Ray Data"
 TIMES, SECONDS = 5, 3.0  # of each measurement; Linux counts CPU time in steps of 10 ms
 WARM_UP = 8, 0.25  # batches and seconds, at least: until no prefetched batches are left
-IMAGES, BATCH_SIZE, AUGMENT = 6000, 128, 2  # of the example's Dataset
+IMAGES, BATCH_SIZE, AUGMENTS = 6000, 128, (2, 4)  # of the example's Dataset; the notebook's is 2
 LARGE_WORKERS = 4  # of the DataLoader and of the data host, for the large Datasets
 
 LEAST = {DATALOADER: 0.95, RAY: 1.0}  # times the samples that a core prepares with the other loader
@@ -66,7 +66,7 @@ class Way:
     last: Any = None  # the last batch
     rate: list[float] = field(default_factory=list)  # batches per second
     # CPU seconds per batch: of this process, of the DataLoader's workers, and of the data host's
-    # process that sends
+    # process that sends and its workers
     cpu: list[list[float]] = field(default_factory=list)
 
     def result(self) -> dict[str, list]:
@@ -75,14 +75,14 @@ class Way:
 
 
 def measure(
-    ways: dict[str, tuple[int, Callable[[], Iterator]]], senders: list[psutil.Process]
+    ways: dict[str, tuple[int, Callable[[], Iterator]]], host: psutil.Process
 ) -> dict[str, Way]:
     """Measure all ways in turn.
 
-    ways: for each way, its core, and a function that returns its batches.
-    senders: processes whose CPU time counts as that of sending.
+    ways: for each way, its core, and a function that returns its batches. host: the data host.
     """
     me, found = psutil.Process(), {}
+    sender = min(host.children(), key=lambda process: process.create_time())
     for name, (core, make) in ways.items():
         os.sched_setaffinity(0, {core})  # the workers inherit it
         before, stream = {*me.children()}, make()
@@ -94,7 +94,8 @@ def measure(
             if len(found) > 1:
                 wait_until_idle()
             warm_up(way.stream)
-            groups = [me], way.workers, senders
+            preparing = [each for each in host.children(recursive=True) if each != sender]
+            groups = [me], way.workers, [sender], preparing
             before, start, count = [*map(cpu_seconds, groups)], time.perf_counter(), 0
             while (passed := time.perf_counter() - start) < SECONDS:
                 way.last = next(way.stream)
@@ -132,16 +133,16 @@ def batches_of(dataset: Dataset, batch_size: int, num_workers: int) -> Iterator:
 
 
 class Digits(MnistDataset):
-    """Noise in MNIST's format, augmented as in the notebook. The images repeat."""
+    """Noise in MNIST's format, augmented like the notebook's. The images repeat."""
 
-    def __init__(self):
+    def __init__(self, augment: int):
         with tempfile.TemporaryDirectory() as folder:
             for name, shape in {"images-idx3": (IMAGES, 28, 28), "labels-idx1": (IMAGES,)}.items():
                 sizes = b"".join(size.to_bytes(4, "big") for size in shape)
                 values = torch.randint(10, shape, dtype=torch.uint8).numpy().tobytes()
                 data = (0x0800 + len(shape)).to_bytes(4, "big") + sizes + values
                 Path(folder, f"train-{name}-ubyte").write_bytes(data)
-            super().__init__(folder, augment=AUGMENT)
+            super().__init__(folder, augment=augment)
 
     def __len__(self) -> int:
         return 10_000_000
@@ -155,7 +156,7 @@ class Prepare:
 
     def __init__(self):
         torch.set_num_threads(1)  # as in a DataLoader's workers
-        self.dataset = Digits()
+        self.dataset = Digits(AUGMENTS[0])
 
     def __call__(self, numbers: dict) -> dict:
         images, labels = zip(*(self.dataset[number] for number in numbers["id"]), strict=True)
@@ -176,25 +177,38 @@ def batches_of_ray() -> Iterator:
     yield from batches.iter_torch_batches(batch_size=BATCH_SIZE, prefetch_batches=2)
 
 
-def prepare(first: int, last: int) -> tuple[dict, list[str]]:
-    """Print samples per second; return all values, and the targets that were missed."""
-    dataset = Digits()
-    ours = partial(batches_of, RemoteDataset(dataset), BATCH_SIZE, 1)
-    own = partial(batches_of, dataset, BATCH_SIZE, 1)
-    found = measure({OURS: (last, ours), DATALOADER: (first, own)}, [])
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["RAY_TMPDIR"] = folder  # Ray leaves files there
-        # Measure it alone, because its processes are never quite idle. Hide its output.
-        with contextlib.redirect_stdout(io.StringIO()):
-            found |= measure({RAY: (first, batches_of_ray)}, [])
-            sys.modules["ray"].shutdown()
-    rates = {name: BATCH_SIZE * median(way.rate) for name, way in found.items()}
-    rows = [(name, f"{rate:.0f}", f"{rates[OURS] / rate:.2f}") for name, rate in rates.items()]
-    table("prepared on one core by | samples/s | data host / this", rows)
-    missed = [
-        f"at least {n} of {peer}" for peer, n in LEAST.items() if rates[OURS] < n * rates[peer]
-    ]
-    return {name: way.result() for name, way in found.items()}, missed
+def prepare(first: int, last: int, host: psutil.Process) -> tuple[dict, list[str]]:
+    """Print samples per second; return all values, and the targets that were missed.
+
+    The data host's batches go to two workers, so that it prepares one while another is received.
+    """
+    rows, results, missed = [], {}, []
+    for augment in AUGMENTS:
+        dataset = Digits(augment)
+        ours = partial(batches_of, RemoteDataset(dataset), BATCH_SIZE, 2)
+        own = partial(batches_of, dataset, BATCH_SIZE, 1)
+        found = measure({OURS: (last, ours), DATALOADER: (first, own)}, host)
+        if augment == AUGMENTS[0]:
+            with tempfile.TemporaryDirectory() as folder:
+                os.environ["RAY_TMPDIR"] = folder  # Ray leaves files there
+                # Measure it alone, because its processes are never quite idle. Hide its output.
+                with contextlib.redirect_stdout(io.StringIO()):
+                    found |= measure({RAY: (first, batches_of_ray)}, host)
+                    sys.modules["ray"].shutdown()
+        rates = {name: BATCH_SIZE * median(way.rate) for name, way in found.items()}
+        for name, rate in rates.items():
+            us = [1e6 * median(part) / BATCH_SIZE for part in zip(*found[name].cpu, strict=True)]
+            host_us = ("", "") if name != OURS else (f"{us[3]:.0f}", f"{us[2]:.0f}")
+            own_us = f"{us[1]:.0f}" if name != RAY else ""
+            rows.append(
+                (augment, name, f"{rate:.0f}", f"{rates[OURS] / rate:.2f}", own_us, *host_us)
+            )
+            if rates[OURS] < LEAST.get(name, 0) * rate:
+                missed.append(f"at least {LEAST[name]} of {name}, augment {augment}")
+        results |= {f"{augment}, {name}": way.result() for name, way in found.items()}
+    heads = "augment | prepared on one core by | samples/s | data host / this"
+    table(f"{heads} | CPU us a sample: DataLoader's workers | data host's workers | sending", rows)
+    return results, missed
 
 
 # ------------------------------------------------------- how much does it cost to receive batches?
@@ -225,7 +239,6 @@ class RepeatedStream(IterableDataset):
 
 def receive(first: int, last: int, host: psutil.Process) -> tuple[dict, list[str]]:
     """Print speed and CPU time; return all values, and the targets that were missed."""
-    sender = min(host.children(), key=lambda process: process.create_time())
     batches = {
         "64 images, uint8": torch.randint(256, (64, 3, 224, 224), dtype=torch.uint8),
         "64 images, float32": torch.rand(64, 3, 224, 224),
@@ -239,7 +252,7 @@ def receive(first: int, last: int, host: psutil.Process) -> tuple[dict, list[str
             STREAM: RemoteDataset(RepeatedStream(batch)),
         }
         makers = {name: partial(batches_of, its, len(batch), 2) for name, its in datasets.items()}
-        found = measure({name: (last, make) for name, make in makers.items()}, [sender])
+        found = measure({name: (last, make) for name, make in makers.items()}, host)
         tiny = batch.nbytes < 1e6
         each = 1 if tiny else batch.nbytes / 1e6
         cpu = {}
@@ -247,7 +260,7 @@ def receive(first: int, last: int, host: psutil.Process) -> tuple[dict, list[str
             assert torch.equal(way.last, batch), (what, name)
             rate = median(way.rate)
             speed = f"{rate:,.0f} batches/s" if tiny else f"{rate * each / 1e3:.2f} GB/s"
-            cpu[name] = [1e3 * median(part) / each for part in zip(*way.cpu, strict=True)]
+            cpu[name] = [1e3 * median(part) / each for part in zip(*way.cpu, strict=True)][:3]
             shown = [f"{ms:.2f}" for ms in cpu[name]]
             shown[-1] = "" if name == DATALOADER else shown[-1]
             rows.append((what, name, speed, "batch" if tiny else "MB", *shown))
@@ -326,7 +339,7 @@ def main() -> None:
     with data_host(1, "taskset", "--cpu-list", str(first)) as (address, host):
         use(address)
         results["receive"], missed["receive"] = receive(first, last, host)
-        results["prepare"], missed["prepare"] = prepare(first, last)
+        results["prepare"], missed["prepare"] = prepare(first, last, host)
     write_results("loader", results)
     print(f"\nTargets: at most {MOST_GB} GB on a data host for 1 GB; at most {MOST_CPU} times the")
     print(f"training process's CPU time with a DataLoader; at least {LEAST[DATALOADER]} times the")

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from feed import client as feed_client
 from feed import fetch
-from feed import host as feed_host
 from helpers.data_hosts import DataHost, free_port, kill_at_random, loader_of, up
 from helpers.datasets import (
     BIG,
@@ -219,8 +219,8 @@ def test_a_wrong_token_ends_the_training_at_once(start):
 @pytest.mark.parametrize("stopped_after", [0, pytest.param(3, marks=pytest.mark.thorough)])
 def test_another_host_takes_over_for_one_that_hangs(start, expected, stopped_after, monkeypatch):
     """Its overdue chunks show that it hangs: gRPC's keepalive, which needs 20 s, is off here."""
-    options = dict(feed_host.CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 2**31 - 1}
-    monkeypatch.setattr(feed_host, "CHANNEL_OPTIONS", [*options.items()])
+    options = dict(feed_client.CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 2**31 - 1}
+    monkeypatch.setattr(feed_client, "CHANNEL_OPTIONS", [*options.items()])
     hosts = up(start(), start())
     if stopped_after == 0:
         hosts[1].freeze()

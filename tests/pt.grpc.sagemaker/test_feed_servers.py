@@ -90,7 +90,7 @@ def test_nothing_of_a_stranger_is_unpickled_and_the_log_has_a_line(start, tmp_pa
     _, overheard = wire.sign(TOKEN, signed["r"])  # a stranger may overhear other calls
     key, code = overheard[0]
     with grpc.insecure_channel(host.address) as channel:
-        ask = channel.unary_stream(f"/{wire.SERVICE}/Ask")
+        ask = channel.unary_stream(f"/{wire.SERVICE}/Get")
         upload = channel.stream_unary(f"/{wire.SERVICE}/Upload")
         for metadata in [
             [],
@@ -147,7 +147,7 @@ def ask(request, context):
     yield wire.seal("a guess", os.urandom(16), reply)
 
 server = grpc.server(concurrent.futures.ThreadPoolExecutor())
-methods = {"Ask": grpc.unary_stream_rpc_method_handler(ask)}
+methods = {"Get": grpc.unary_stream_rpc_method_handler(ask)}
 server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(wire.SERVICE, methods)])
 server.add_insecure_port(sys.argv[1])
 server.start()

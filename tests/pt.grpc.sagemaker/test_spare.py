@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from feed.host import DataHost
+from feed.client import DataHost
 from helpers.data_hosts import loader_of, up
 from helpers.datasets import Paced
 from hetero import spare

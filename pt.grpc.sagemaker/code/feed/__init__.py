@@ -3,9 +3,9 @@
     dataset = RemoteDataset(MyDataset(...))
 
 remote.py   RemoteDataset; stand_in.py: its attributes; source.py: where its samples come from
-epochs.py   finds out which batch a DataLoader asks for
+loader.py   finds out which batch a DataLoader wants
 streams.py  RemoteDataset for an IterableDataset; iterate.py: its iterator, on a data host
-fetch.py    divides a batch among the data hosts; host.py: a client of one data host
+fetch.py    divides a batch among the data hosts; client.py: the calls to one of them
 samples.py  prepares samples, and seeds their random numbers
 travel.py   pickles the Dataset for the data hosts; inherit.py: what else they need
 compare.py  compares a sample with one that is prepared here
@@ -17,7 +17,7 @@ worker.py   the server's processes that hold Datasets
 
 from typing import Any
 
-__version__ = "2026-11-27.3"  # CHANGES.md says what else to change when you update your copy
+__version__ = "2026-11-27.4"  # CHANGES.md says what else to change when you update your copy
 __all__ = ["RemoteDataset", "as_is"]
 
 

@@ -1,8 +1,8 @@
 """How a process of the training script gets samples from the data hosts.
 
 It cuts a batch into enough chunks to keep all workers of all data hosts busy, and gives each host
-as many as its workers can prepare in the same time. If a chunk is overdue, it asks another host
-for the chunk too, if there is one, and takes the first answer. If a host fails, it asks again.
+as many as its workers can prepare in the same time. If a chunk is overdue, it gives it to another
+host too, if there is one, and takes the first answer. If a host fails, its chunks go to others.
 """
 
 import math
@@ -19,18 +19,19 @@ from typing import IO, Any
 
 import grpc
 
-from feed.host import DataHost
+from feed.client import DataHost, HostState
 from feed.log import logger
 from feed.samples import Chunk, differ
 from feed.wire import Lost
 
 MOST_CALLS = 64  # at the same time
 CHUNKS_PER_WORKER = 2  # one is prepared while another one travels
+CHUNK_SECONDS = 0.02  # to prepare a chunk: a call takes about 1 ms of CPU time on either side
 # A chunk is overdue after 4 times its expected time (then 16 times, ...), and at least 0.5 s.
 OVERDUE, OVERDUE_SECONDS = 4, 0.5
 MAKING = 60  # hosts that answer may take this many times the timeout to make the Dataset
 GRACE_SECONDS = 1.0  # to wait for the other hosts, so that the first one does not do all the work
-PAUSE_SECONDS, LOOK_SECONDS = 0.5, 0.1  # before a host that failed, or is not ready, is asked again
+PAUSE_SECONDS, LOOK_SECONDS = 0.5, 0.1  # before greeting a host that failed, or is not ready
 
 own_random = random.SystemRandom()  # leaves the training's random numbers alone; differs by process
 
@@ -40,9 +41,9 @@ class Task:
     """A chunk to fetch. Without a chunk: the task of giving a host the Dataset."""
 
     chunk: Chunk | None = None
-    asked: list[DataHost] = field(default_factory=list)  # hosts that have not answered yet
+    hosts: list[DataHost] = field(default_factory=list)  # that have it, and have not answered yet
     calls: list[grpc.Call] = field(default_factory=list)
-    due: float = 0.0  # when to ask another host
+    due: float = 0.0  # when to give it to another host
     is_fresh: bool = False  # whether a new process of the host is to prepare it
     is_over: bool = False
     samples: Any = None  # with is_fresh, also an exception
@@ -64,7 +65,7 @@ class Fetcher:
         upload: Callable[[], IO[bytes]],
     ):
         self.hosts = [
-            DataHost(name, token, digest, (number, len(hosts))) for number, name in enumerate(hosts)
+            DataHost(name, token, digest, number, len(hosts)) for number, name in enumerate(hosts)
         ]
         self.timeout, self.what, self.digest, self.upload = timeout, what, digest, upload
         self.described: tuple[str, Any] | None = None  # a host, and its summary of the Dataset
@@ -73,9 +74,7 @@ class Fetcher:
         # Not a SimpleQueue, whose `get` with a timeout may hang in Python 3.11 and 3.12 if a signal
         # comes, such as that of a process that has ended.
         self.came: queue.Queue[tuple[DataHost, Task, Any]] = queue.Queue()
-        self.failed: Chunk | None = (
-            None  # the chunk over which the Dataset last raised an exception
-        )
+        self.failed: Chunk | None = None  # the one over which the Dataset last raised an exception
         self.since = 0.0  # when waiting began: silence before that does not count
         self.made_at = self.ready_at = time.monotonic()  # ready_at: when a host last was ready
         fetchers.add(self)
@@ -90,8 +89,11 @@ class Fetcher:
         """
         count, pieces = len(whole.indices), 1
         if is_divisible:
-            shares = sum(host.share() for host in self.ready())
+            ready = self.ready()
+            shares = sum(host.share() for host in ready)
             pieces = math.ceil(CHUNKS_PER_WORKER * shares / max(1, num_workers))
+            if usual := max((host.seconds for host in ready), default=0.0):  # 0: not known yet
+                pieces = min(pieces, math.ceil(count * usual / CHUNK_SECONDS))
             pieces = max(1, min(count, pieces))
         cuts = [round(count * piece / pieces) for piece in range(pieces + 1)]
         tasks = [
@@ -113,7 +115,7 @@ class Fetcher:
         while not all(task.is_over for task in tasks):
             for task in (*tasks, *also):
                 if not task.is_over and time.monotonic() >= task.due:
-                    self.ask(task)
+                    self.assign(task)
             self.take()
 
     def cancel(self, tasks: list[Task]) -> None:
@@ -139,31 +141,32 @@ class Fetcher:
     def ready(self) -> list[DataHost]:
         """Return the hosts that have the Dataset, and start giving it to the others."""
         for host in self.hosts:
-            if not host.workers and time.monotonic() > host.greet_at:
-                host.greet_at = math.inf  # until it has answered
+            is_due = time.monotonic() > host.greet_at
+            if host.state in (HostState.WITHOUT, HostState.FAILED) and is_due:
+                host.state = HostState.GREETED
                 self.start(host, Task())
-        return [host for host in self.hosts if host.workers]
+        return [host for host in self.hosts if host.state is HostState.READY]
 
-    def ask(self, task: Task) -> None:
-        """Ask the least busy host for a chunk, if one is ready that is not preparing it already."""
+    def assign(self, task: Task) -> None:
+        """Give a chunk to the least busy host, if one is ready that is not preparing it already."""
         samples = len(task.chunk.indices)
-        if hosts := [host for host in self.ready() if host not in task.asked]:
+        if hosts := [host for host in self.ready() if host not in task.hosts]:
             usual = max(host.seconds for host in hosts) or 1.0  # for a host without any answer yet
             host = min(hosts, key=lambda host: host.load() * (host.seconds or usual))
             known = host.expected(samples) if host.seconds else self.timeout / OVERDUE
-            patience = max(OVERDUE_SECONDS, known * OVERDUE ** (len(task.asked) + 1))
+            patience = max(OVERDUE_SECONDS, known * OVERDUE ** (len(task.hosts) + 1))
             task.due = time.monotonic() + patience
-            task.asked.append(host)
-            host.asked += 1
+            task.hosts.append(host)
+            host.assigned += 1
             self.start(host, task)
 
     def start(self, host: DataHost, task: Task) -> None:
         """Send a task to a host, in a thread."""
-        future = self.pool.submit(self.run, host, task)
+        future = self.pool.submit(self.carry_out, host, task)
         self.running.add(future)
         future.add_done_callback(self.running.discard)
 
-    def run(self, host: DataHost, task: Task) -> None:
+    def carry_out(self, host: DataHost, task: Task) -> None:
         """Send a task to a host, and wait for the result. Runs in a thread."""
         result: Any = None
         try:
@@ -178,7 +181,7 @@ class Fetcher:
     def take(self) -> None:
         """Process the next result, or wait a moment for it."""
         now, limit = time.monotonic(), MAKING * self.timeout
-        if any(host.workers for host in self.hosts):
+        if any(host.state is HostState.READY for host in self.hosts):
             self.ready_at = now
         elif now > max(self.since, self.ready_at) + limit:
             text = f"no data host has made the Dataset within {limit:g} s"
@@ -193,10 +196,10 @@ class Fetcher:
                 raise ConnectionError(text) from None
             return
         if task.chunk:
-            host.asked -= 1
-            task.asked.remove(host)
+            host.assigned -= 1
+            task.hosts.remove(host)
         else:
-            host.greet_at = time.monotonic() + LOOK_SECONDS
+            host.state, host.greet_at = HostState.WITHOUT, time.monotonic() + LOOK_SECONDS
         if isinstance(result, Lost):
             task.due = 0.0
             if why := str(result):
@@ -211,7 +214,7 @@ class Fetcher:
             workers, about = result
             if about:
                 self.compare(host, about)
-            host.workers, host.failure = workers, ""
+            host.state, host.workers, host.failure = HostState.READY, workers, ""
 
     def compare(self, host: DataHost, about: tuple) -> None:
         """Raise ValueError if a callable has made another Dataset there than on the first host."""
@@ -224,9 +227,9 @@ class Fetcher:
             )
 
     def lose(self, host: DataHost, why: str) -> None:
-        """Mark a host as failed, to be asked again after a pause."""
-        host.greet_at = time.monotonic() + PAUSE_SECONDS
-        host.workers = 0
+        """Mark a host as failed, to be greeted again after a pause."""
+        if host.state is not HostState.GREETED:  # otherwise its answer will say more
+            host.state, host.greet_at = HostState.FAILED, time.monotonic() + PAUSE_SECONDS
         if not host.failure:
             host.failure = why
             text = "data host %s failed (%s): trying it again, and other hosts"

@@ -57,41 +57,42 @@ class Front:
         for number in range(workers):
             threading.Thread(target=self.mind_workers, args=(number,), daemon=True).start()
 
-    def ask(
-        self, request: bytes, context: Any, epochs: Iterator[bytes] | None = None
+    def get(
+        self, data: bytes, context: Any, epochs: Iterator[bytes] | None = None
     ) -> Iterator[bytes]:
-        """Answer an Ask call."""
+        """Answer a Get call."""
         nonce, digest = wire.verify(self.token, context.invocation_metadata())
-        if hashlib.sha256(request).digest() != digest:
+        if hashlib.sha256(data).digest() != digest:
             raise ValueError("the request does not match the digest in its metadata")
-        asked = pickle.loads(request)
-        for reply, frames in self.answer(asked, context.is_active, epochs):
+        request = pickle.loads(data)
+        for reply, frames in self.answer(request, context.is_active, epochs):
             reply = reply._replace(workers=self.workers, calls=self.calls)
-            yield wire.seal(self.token, nonce, reply)
+            is_small = len(frames) == 1 and len(frames[0]) < wire.FRAME
+            yield wire.seal(self.token, nonce, reply, frames.popleft() if is_small else b"")
             while frames:
                 yield frames.popleft()
 
-    def run(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Answer a Run call."""
-        yield from self.ask(next(requests), context, requests)
+    def stream(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Answer a Stream call: the first message is its request, and each other one an epoch."""
+        yield from self.get(next(messages), context, messages)
 
     def answer(
-        self, asked: Request, is_wanted: Callable[[], bool], epochs: Iterator[bytes] | None
+        self, request: Request, is_wanted: Callable[[], bool], epochs: Iterator[bytes] | None
     ) -> Iterator[tuple[Reply, deque]]:
         """Yield Replies with their frames: WAITING every few seconds, until the last one."""
-        copy = self.copies.get(asked.dataset) or Copy(UNKNOWN)
-        deaths = self.deaths.get(asked.dataset, [])
+        copy = self.copies.get(request.dataset) or Copy(UNKNOWN)
+        deaths = self.deaths.get(request.dataset, [])
         if copy.state == UNKNOWN and len(deaths) >= ATTEMPTS:
             copy = Copy(RAISED, as_error(f"the Dataset's process {deaths[-1]}"))
         seconds = time.monotonic() - copy.came_at
-        if not asked.chunk and copy.state != RAISED and seconds > copy.tell_after:
+        if not request.chunk and copy.state != RAISED and seconds > copy.tell_after:
             copy.tell_after *= 2
             text = f"a Dataset, {copy.size / 1e6:.1f} MB, is not ready after {seconds:.0f} s"
             print(f"feed: {text}: it is being made, or waits for a worker", flush=True)
         if copy.state != READY:
-            # A client asks for samples only after the Dataset was ready here. If it is WAITING now,
+            # A client wants samples only after the Dataset was ready here. If it is WAITING now,
             # it was dropped, and another client is uploading it again.
-            state = UNKNOWN if asked.chunk and copy.state == WAITING else copy.state
+            state = UNKNOWN if request.chunk and copy.state == WAITING else copy.state
             yield Reply(state, copy.value), deque()
             return
         answer: queue.Queue[tuple] = queue.Queue()
@@ -99,12 +100,12 @@ class Front:
             copy.calls, copy.used_at, self.calls = copy.calls + 1, time.monotonic(), self.calls + 1
         try:
             if epochs:
-                yield from self.run_stream(asked, copy, epochs, is_wanted)
+                yield from self.run_stream(request, copy, epochs, is_wanted)
                 return
-            if asked.is_fresh:
-                yield from self.ask_new_process(asked.chunk, copy, is_wanted)
+            if request.is_fresh:
+                yield from self.use_new_process(request.chunk, copy, is_wanted)
                 return
-            self.tasks.put((asked, copy, is_wanted, answer))
+            self.tasks.put((request, copy, is_wanted, answer))
             while is_wanted():
                 try:
                     yield answer.get(timeout=BEAT_SECONDS)
@@ -116,13 +117,13 @@ class Front:
                 copy.calls, self.calls = copy.calls - 1, self.calls - 1
 
     def run_stream(
-        self, asked: Request, copy: Copy, epochs: Iterator[bytes], is_wanted: Callable[[], bool]
+        self, request: Request, copy: Copy, epochs: Iterator[bytes], is_wanted: Callable[[], bool]
     ) -> Iterator[tuple[Reply, deque]]:
         """Yield what a process of its own sends. The process ends with the call."""
         worker = None
         try:
             worker = Worker(copy.holder, CHUNK_SECONDS)
-            worker.connection.send_bytes(asked.chunk)
+            worker.connection.send_bytes(request.chunk)
             threading.Thread(target=worker.pass_on, args=(epochs,), daemon=True).start()
             while is_wanted():
                 if worker.connection.poll(BEAT_SECONDS):
@@ -135,13 +136,13 @@ class Front:
             how = how_it_failed(error)
             print(f"feed: a stream's process {how}", flush=True)
             if not copy.is_held():
-                self.drop(asked.dataset, copy, how)
+                self.drop(request.dataset, copy, how)
             yield Reply(DIED, how.encode()), deque()
         finally:
             if worker:
                 worker.end(END_SECONDS)
 
-    def ask_new_process(
+    def use_new_process(
         self, chunk: bytes, copy: Copy, is_wanted: Callable[[], bool]
     ) -> Iterator[tuple[Reply, deque]]:
         """Yield what a new process prepares, which ends then."""
@@ -168,8 +169,8 @@ class Front:
         """
         workers: dict[tuple[Copy, bytes], Worker] = {}  # the least recently used first
         while True:
-            asked, copy, is_wanted, answer = self.tasks.get()
-            digest, key = asked.dataset, (copy, asked.init_fn)
+            request, copy, is_wanted, answer = self.tasks.get()
+            digest, key = request.dataset, (copy, request.init_fn)
             others = [other for other in workers if other[0] is copy and other != key]
             for other in [*workers]:
                 if other[0].is_dropped or other in others[: 1 - INIT_FNS]:
@@ -178,9 +179,9 @@ class Front:
             while is_wanted() and not copy.is_dropped:
                 worker = workers.pop(key, None)
                 try:
-                    worker = worker or Worker(copy.holder, place=(number, self.workers))
+                    worker = worker or Worker(copy.holder, number=(number, self.workers))
                     workers[key] = worker
-                    worker.connection.send_bytes(asked.chunk)
+                    worker.connection.send_bytes(request.chunk)
                     answer.put(worker.receive())
                     self.deaths.pop(digest, None)
                     copy.tell_after = float("inf")

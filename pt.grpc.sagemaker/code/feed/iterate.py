@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from feed.samples import Asker, as_error, report
+from feed.samples import Caller, as_error, report
 from feed.wire import READY, WAITING, encode
 
 GROUP_SECONDS, GROUP_BYTES = 0.05, 4 << 20  # limits of a group of samples, which is sent as a whole
@@ -32,12 +32,12 @@ class Stream(NamedTuple):
     seed: int  # the DataLoader's base seed
     worker: int  # w
     num_workers: int  # W; 0: no DataLoader, or one without workers
-    asker: Asker
+    caller: Caller
     taken: list[int | None]  # samples taken in each epoch, the current one last; None: all
 
 
-def run(dataset: Any, stream: Stream, asking: Connection, send: Callable) -> None:
-    """Iterate over the Dataset and send its samples. A message from `asking` starts a new epoch.
+def send_samples(dataset: Any, stream: Stream, epochs: Connection, send: Callable) -> None:
+    """Iterate over the Dataset and send its samples. A message from `epochs` starts a new epoch.
 
     send: called with a Reply's state, value and parts. The value of a group of samples has the
     epoch's number, a list of each sample's pickle and number of parts, and what comes next: None
@@ -53,11 +53,11 @@ def run(dataset: Any, stream: Stream, asking: Connection, send: Callable) -> Non
             if epoch < len(stream.taken) - 1:
                 continue
             after = None
-            while after != "end" and not asking.poll():  # until the next epoch is asked for
+            while after != "end" and not epochs.poll():  # until the next epoch begins
                 samples, parts, after = gather(iterator)
                 send(READY, pickle.dumps((epoch, samples, after)), parts)
                 del parts
-            asking.recv_bytes()
+            epochs.recv_bytes()
             if after != "end" and iterator is dataset:
                 raise RuntimeError(
                     f"{type(dataset).__name__} is its own iterator, so an epoch that is left early "
@@ -81,8 +81,8 @@ def become_worker(dataset: Any, stream: Stream) -> None:
             id=stream.worker, num_workers=stream.num_workers, seed=seed, dataset=dataset
         )
     report(info)
-    if stream.asker.init_fn:
-        [init_fn] = pickle.loads(stream.asker.init_fn)
+    if stream.caller.init_fn:
+        [init_fn] = pickle.loads(stream.caller.init_fn)
         init_fn(stream.worker)
 
 
@@ -107,7 +107,7 @@ def run_forward(iterator: Iterator, steps: int | None, send: Callable) -> None:
 
 
 def gather(iterator: Iterator) -> tuple[list[tuple[bytes, int]], list[memoryview], Any]:
-    """Return the next samples, their parts, and what comes after them: see `run`."""
+    """Return the next samples, their parts, and what comes after them: see `send_samples`."""
     samples, all_parts, size, until = [], [], 0, time.monotonic() + GROUP_SECONDS
     try:
         while not samples or (size < GROUP_BYTES and time.monotonic() < until):

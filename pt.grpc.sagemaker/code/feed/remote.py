@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from feed.epochs import asked_for
+from feed.loader import calling_loader
 from feed.samples import check_is_map_style
 from feed.source import Source, as_is
 from feed.stand_in import Wrapper
@@ -83,11 +83,11 @@ class RemoteDataset(Wrapper):
         return self._source.length()
 
     def __getitem__(self, index: Any) -> Any:
-        asked = asked_for()
-        if not (asked or hasattr(index, "__index__")) and self._source.is_made:
+        loader = calling_loader()
+        if not (loader or hasattr(index, "__index__")) and self._source.is_made:
             # Such as a column, or a slice, of a Hugging Face Dataset.
             return self._source.to_reach("__getitem__")[index]
-        return self._source.get([index], asked, is_batch=False)[0]
+        return self._source.get([index], loader, is_batch=False)[0]
 
     def __getitems__(self, indices: list) -> Any:
-        return self._source.get(list(indices), asked_for(), is_batch=True)
+        return self._source.get(list(indices), calling_loader(), is_batch=True)

@@ -25,8 +25,8 @@ from feed.wire import encode, is_plain
 USE_TESTED_TORCH = f"use a torch that feed was tested with, such as 2.13, not {torch.__version__}"
 
 
-class Asker(NamedTuple):
-    """What a Dataset can find out about the process that asks for its samples."""
+class Caller(NamedTuple):
+    """What a Dataset can find out about the process that wants its samples."""
 
     ranks: tuple[int, int] | None = None  # torch.distributed's rank and world size, if initialized
     environment: dict[str, str | None] = {}  # that differ here; None: removed
@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
     start: int = 0  # the first sample's place in the batch
     batch: int = 0  # the batch's number in the epoch
     seed: tuple[int, ...] = ()  # of the epoch
-    asker: Asker = Asker()
+    caller: Caller = Caller()
 
 
 def check_is_map_style(dataset: Any) -> None:
@@ -102,15 +102,15 @@ def begin(dataset: Any, generators: dict, chunk: Chunk, place: Any, index: Any) 
             generator.manual_seed(seed ^ number)
         else:  # random.Random, np.random.RandomState
             generator.seed(number + seed % 2**31)
-    worker, workers = chunk.asker.worker
+    worker, workers = chunk.caller.worker
     report(torch_worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset))
 
 
 def initialize(dataset: Any, chunk: Chunk) -> None:
     """Call worker_init_fn in a process of a data host, with random numbers of its own."""
-    [init_fn] = pickle.loads(chunk.asker.init_fn)
-    begin(dataset, {}, chunk, "worker_init_fn", chunk.asker.worker)
-    init_fn(chunk.asker.worker[0])
+    [init_fn] = pickle.loads(chunk.caller.init_fn)
+    begin(dataset, {}, chunk, "worker_init_fn", chunk.caller.worker)
+    init_fn(chunk.caller.worker[0])
 
 
 def report(info: Any) -> None:
@@ -149,30 +149,30 @@ def state_of(generator: Any) -> tuple[Callable, Any]:
     return getattr(generator, "setstate", None) or generator.set_state, get()
 
 
-def stand_in_for_ranks() -> Callable[[Asker], None]:
-    """Have torch.distributed report, on a data host, the rank that asks for samples.
+def stand_in_for_ranks() -> Callable[[Caller], None]:
+    """Have torch.distributed report, on a data host, the rank that wants samples.
 
     The environment, and torch's default dtype, are that rank's, too. Call this before the Dataset's
     modules are imported. Returns a function to call for each chunk.
     """
-    asking: list[tuple[int, int] | None] = [None]
+    calling: list[tuple[int, int] | None] = [None]
     own, has = dict(os.environ), {}
-    dist.is_initialized = lambda: asking[0] is not None
-    dist.get_rank = lambda group=None: asking[0][0] if asking[0] else -1
-    dist.get_world_size = lambda group=None: asking[0][1] if asking[0] else -1
+    dist.is_initialized = lambda: calling[0] is not None
+    dist.get_rank = lambda group=None: calling[0][0] if calling[0] else -1
+    dist.get_world_size = lambda group=None: calling[0][1] if calling[0] else -1
 
-    def set_ranks(asker: Asker) -> None:
+    def set_ranks(caller: Caller) -> None:
         nonlocal has
-        asking[0] = asker.ranks
-        torch.set_default_dtype(asker.dtype)
-        if asker.environment != has:
-            wanted = own | asker.environment
-            for name in (*has, *asker.environment):
+        calling[0] = caller.ranks
+        torch.set_default_dtype(caller.dtype)
+        if caller.environment != has:
+            wanted = own | caller.environment
+            for name in (*has, *caller.environment):
                 if wanted.get(name) is None:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = wanted[name]
-            has = asker.environment
+            has = caller.environment
 
     return set_ranks
 

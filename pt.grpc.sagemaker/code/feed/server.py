@@ -15,6 +15,7 @@ os.environ.update(  # one thread, since each worker has a core
 
 import argparse
 import contextlib
+import errno
 import resource
 import signal
 import socket
@@ -29,6 +30,7 @@ from typing import Any
 
 MOST_CALLS = 2048  # at the same time; each holds at most one reply
 REFUSAL_SECONDS = 10  # between two lines about refused calls
+CANNOT_LISTEN = "feed: cannot listen on {!r}: it is in use, or not this host's address"
 OPTIONS = [
     ("grpc.so_reuseport", 0),  # or a second server on this port would take some of the calls
     ("grpc.max_receive_message_length", 64 << 20),  # a chunk's indices and worker_init_fn
@@ -72,22 +74,34 @@ def serve(its: socket.socket, main: socket.socket, address: str, token: str, wor
         maximum_concurrent_rpcs=MOST_CALLS,
     )
     methods = {
-        "Ask": grpc.unary_stream_rpc_method_handler(front.ask),
-        "Run": grpc.stream_stream_rpc_method_handler(front.run),
+        "Get": grpc.unary_stream_rpc_method_handler(front.get),
+        "Stream": grpc.stream_stream_rpc_method_handler(front.stream),
         "Upload": grpc.stream_unary_rpc_method_handler(front.upload),
     }
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(wire.SERVICE, methods)])
     try:
         server.add_insecure_port(address)
     except RuntimeError:
-        sys.exit(f"feed: cannot listen on {address!r}: it is in use, or not this host's address")
+        sys.exit(CANNOT_LISTEN.format(address))
     server.start()
     print(f"serving at {address} workers={workers}", flush=True)
     server.wait_for_termination()
 
 
+def is_taken(address: str) -> bool:
+    """Return whether another program listens at this HOST:PORT; gRPC would find out later."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_server((host, int(port))).close()
+    except ValueError:  # not a port, such as in unix-abstract:NAME
+        return False
+    except OSError as error:  # others, such as for an IPv6 address, are left to gRPC
+        return error.errno == errno.EADDRINUSE
+    return False
+
+
 def main() -> None:
-    """Fork the process that uses gRPC, and the processes that it asks for."""
+    """Fork the process that uses gRPC, and the processes that it needs."""
     parser = argparse.ArgumentParser(description="Prepares samples of Datasets that clients send.")
     add = parser.add_argument
     at = os.environ.get("HETERO_SERVE_AT")  # set by hetero/
@@ -102,6 +116,8 @@ def main() -> None:
         parser.error("HOST:PORT is missing: give it, or set HETERO_SERVE_AT")
     if args.workers < 1:
         parser.error("--workers must be 1 or more")
+    if is_taken(args.address):
+        sys.exit(CANNOT_LISTEN.format(args.address))
 
     from feed.worker import fork, fork_for_each, hold
 

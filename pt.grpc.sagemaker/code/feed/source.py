@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from feed.compare import WHERE, Comparison, Here, add, explain
-from feed.epochs import Asked, asked_for
 from feed.fetch import Fetcher
 from feed.inherit import environment, environment_at_start, variables
+from feed.loader import Loader, calling_loader
 from feed.log import logger
-from feed.samples import Asker, Chunk, make, prepare, undisturbed
+from feed.samples import Caller, Chunk, make, prepare, undisturbed
 from feed.travel import DatasetPickler, Digest, dump, generators_of, paths_of_script
 
 LOAD = (
@@ -106,10 +106,14 @@ class Source:
                 "Give RemoteDataset the Dataset itself, or keep the value elsewhere"
             )
         self.begin_process()
-        if self.hosts and get_worker_info() and not self.fetcher and not asked_for().fetcher:
-            self.connect(asked_for(), keep=True)  # a worker_init_fn asks for it, and may change it
+        if self.hosts and get_worker_info() and not self.fetcher and not calling_loader().fetcher:
+            self.connect(calling_loader(), keep=True)  # a worker_init_fn uses it, and may change it
         self.was_reached = True
         return self.given
+
+    def note_change(self) -> None:
+        """Have the Dataset sent again, unless a worker has changed its own copy."""
+        self.is_changed |= not get_worker_info()
 
     def look_around(self) -> tuple[int, int] | None:
         """Return torch.distributed's rank and world size, or None if this rank is in no group."""
@@ -121,7 +125,7 @@ class Source:
         return ranks
 
     def length(self) -> int:
-        self.look_around()  # samplers ask for the length in each epoch, before workers start
+        self.look_around()  # samplers take the length in each epoch, before workers start
         self.begin_process()
         if self.is_made:
             return len(self.given)
@@ -138,18 +142,18 @@ class Source:
                 self.dataset = make(self.given)
         return self.dataset
 
-    def get(self, indices: list, asked: Asked | None, is_batch: bool) -> Any:
+    def get(self, indices: list, loader: Loader | None, is_batch: bool) -> Any:
         """Return the samples, or the batch if there is a collate_fn."""
         self.begin_process()
-        self.is_changed |= self.was_reached and not asked  # without an epoch, at any time
-        last, (seed, number) = self.seen, self.where(asked)
-        is_ready = is_batch and asked and asked.fetcher.collate_fn is as_is
+        self.is_changed |= self.was_reached and not loader  # without an epoch, at any time
+        last, (seed, number) = self.seen, self.where(loader)
+        is_ready = is_batch and loader and loader.fetcher.collate_fn is as_is
         if self.collate_fn and not is_ready:
             raise TypeError(
                 "RemoteDataset(collate_fn=...) needs DataLoader(dataset, batch_size=..., "
                 "collate_fn=as_is)"
             )
-        chunk = Chunk(indices, self.place, number, seed, self.asker(asked))
+        chunk = Chunk(indices, self.place, number, seed, self.caller(loader))
         self.place += len(indices)
         if not self.hosts:
             dataset = self.made()
@@ -157,14 +161,14 @@ class Source:
                 self.generators, self.is_changed = generators_of(dataset, self.collate_fn), False
             if info := get_worker_info():
                 worker = info.id, info.num_workers
-                chunk = chunk._replace(asker=chunk.asker._replace(worker=worker))
+                chunk = chunk._replace(caller=chunk.caller._replace(worker=worker))
             with undisturbed(self.generators):
                 return prepare(dataset, self.generators, chunk, self.collate_fn)
-        self.connect(asked)
+        self.connect(loader)
         if self.seen is not last and self.is_made:
             self.begin_comparison(chunk)
         try:
-            return self.fetch(chunk, asked, is_batch)
+            return self.fetch(chunk, loader, is_batch)
         except Exception as error:
             if isinstance(error, FileNotFoundError):
                 add(error, f"Data hosts need the file at the same path ({WHERE})")
@@ -177,15 +181,15 @@ class Source:
                 )
             raise
 
-    def fetch(self, chunk: Chunk, asked: Asked | None, is_batch: bool) -> Any:
+    def fetch(self, chunk: Chunk, loader: Loader | None, is_batch: bool) -> Any:
         """Return the samples, or the batch, from the data hosts."""
         self.fetcher.failed = None
         self.fetcher.wait_for_host()
         described = self.fetcher.described
         is_whole = hasattr(self.given, "__getitems__") if self.is_made else described[1][1]
         is_divisible = not (self.collate_fn or is_whole)
-        self.notice(is_batch, is_divisible, asked)
-        num_workers = asked.num_workers if asked else 1
+        self.notice(is_batch, is_divisible, loader)
+        num_workers = loader.num_workers if loader else 1
         also = self.comparison.tasks if self.comparison else ()
         samples = self.fetcher.fetch(chunk, is_divisible, num_workers, also)
         if self.comparison:
@@ -221,10 +225,10 @@ class Source:
                 logger.warning("samples of %s were not compared: %s", comparison.name, why)
             self.is_compared[0] = 1
 
-    def asker(self, asked: Asked | None) -> Asker:
+    def caller(self, loader: Loader | None) -> Caller:
         """Describe this rank; raise RuntimeError if it would train alone, apart from the others."""
         ranks = self.look_around()
-        if asked and world_size() > 1 and not Source.were_together:
+        if loader and world_size() > 1 and not Source.were_together:
             raise RuntimeError(
                 f"WORLD_SIZE is {world_size()}, but torch.distributed has a process group of "
                 f"{ranks[1] if ranks else 1} here, so each rank would train alone, on all samples. "
@@ -233,13 +237,13 @@ class Source:
                 "keeps the ranks in step, remove WORLD_SIZE from os.environ"
             )
         dtype = torch.get_default_dtype()
-        return Asker(ranks, environment(Source.began_with), dtype, self.init_fn(asked))
+        return Caller(ranks, environment(Source.began_with), dtype, self.init_fn(loader))
 
-    def init_fn(self, asked: Asked | None) -> bytes:
+    def init_fn(self, loader: Loader | None) -> bytes:
         """Return the pickled worker_init_fn. Unlike the Dataset, it may differ between ranks."""
-        if asked and asked.worker_init_fn and self.hosts and not self.pickled_init_fn:
+        if loader and loader.worker_init_fn and self.hosts and not self.pickled_init_fn:
             file = io.BytesIO()
-            self.reached = dump(file, worker_init_fn=asked.worker_init_fn).modules
+            self.reached = dump(file, worker_init_fn=loader.worker_init_fn).modules
             self.pickled_init_fn = file.getvalue()
             if b"RemoteDataset" in self.pickled_init_fn or b"RemoteStream" in self.pickled_init_fn:
                 raise TypeError(
@@ -253,23 +257,23 @@ class Source:
                 )
         return self.pickled_init_fn
 
-    def where(self, asked: Asked | None) -> tuple[tuple[int, ...], int]:
+    def where(self, loader: Loader | None) -> tuple[tuple[int, ...], int]:
         """Return the epoch's seed and the batch's number, and set `place` if the batch is new."""
-        if not asked:  # dataset[0], which must not take the training's random numbers
+        if not loader:  # dataset[0], which must not take the training's random numbers
             self.place = max(0, self.place)
             return (torch.initial_seed(),), -1
-        if self.seen is not asked.fetcher:  # a new epoch
-            self.seen, self.batch = asked.fetcher, None
-            if asked.num_workers:
+        if self.seen is not loader.fetcher:  # a new epoch
+            self.seen, self.batch = loader.fetcher, None
+            if loader.num_workers:
                 self.epoch += 1  # persistent workers keep the first epoch's seed
                 self.is_changed |= self.is_shared
             else:
                 self.epoch, self.is_changed = 0, True
-        if self.batch != asked.batch:
-            self.batch, self.place = asked.batch, 0
-        return (asked.seed, self.epoch), asked.batch + self.first_batch
+        if self.batch != loader.batch:
+            self.batch, self.place = loader.batch, 0
+        return (loader.seed, self.epoch), loader.batch + self.first_batch
 
-    def connect(self, asked: Asked | None = None, keep: bool = False) -> None:
+    def connect(self, loader: Loader | None = None, keep: bool = False) -> None:
         """Have the data hosts get the Dataset as it is now.
 
         It is pickled once for its digest, and again, into a file, for each upload, so the pickle is
@@ -279,7 +283,7 @@ class Source:
             return
         parts = {"dataset": self.given, "is_made": self.is_made, "collate_fn": self.collate_fn}
         kept = tempfile.TemporaryFile() if keep else None  # noqa: SIM115
-        pickled = self.digest(parts, asked, kept)
+        pickled = self.digest(parts, loader, kept)
 
         def upload() -> IO[bytes]:  # without `self`, which it would keep alive
             if kept:
@@ -291,14 +295,14 @@ class Source:
 
         self.is_shared = pickled.is_shared
         # A worker_init_fn may make some.
-        self.has_generators = pickled.has_generators or bool(asked and asked.worker_init_fn)
+        self.has_generators = pickled.has_generators or bool(loader and loader.worker_init_fn)
         self.is_changed = self.was_reached = False
         self.is_kept |= keep
         if not self.fetcher or self.fetcher.digest != pickled.sha256:
             what, sha256 = pickled.what, pickled.sha256
             self.fetcher = Fetcher(self.hosts, self.token, self.timeout, what, sha256, upload)
 
-    def digest(self, parts: dict, asked: Asked | None, kept: IO[bytes] | None) -> "Pickled":
+    def digest(self, parts: dict, loader: Loader | None, kept: IO[bytes] | None) -> "Pickled":
         """Return what is known of the Dataset's pickle, which goes to the file `kept`, if any.
 
         The workers that a DataLoader forks have the same Dataset, unless the script's code has run
@@ -306,33 +310,35 @@ class Source:
         computes this, and the others read it there, unless it has memory that others may change.
         A process that is killed loses its lock.
         """
-        info, outer = get_worker_info(), asked.fetcher.dataset if asked and asked.fetcher else None
+        info = get_worker_info()
+        outer = loader.fetcher.dataset if loader and loader.fetcher else None
         is_outermost = type(outer).__module__.startswith("feed.") and outer._source is self
-        if not (info and is_outermost) or asked.worker_init_fn or self.fetcher or kept:
+        if not (info and is_outermost) or loader.worker_init_fn or self.fetcher or kept:
             return pickled_with(parts, self.reached, kept)
         # torch starts them one after the other.
-        loader = os.getppid(), multiprocessing.current_process()._identity[-1] - info.id, asked.seed
+        number = multiprocessing.current_process()._identity[-1] - info.id
+        of_loader = os.getppid(), number, loader.seed
         fcntl.lockf(self.digested, fcntl.LOCK_EX)
         try:
             size = os.fstat(self.digested.fileno()).st_size
             data = os.pread(self.digested.fileno(), size, 0)
             its, found = pickle.loads(data) if data else (None, None)
-            if its != loader:
+            if its != of_loader:
                 found = pickled_with(parts, self.reached, None)
-                os.pwrite(self.digested.fileno(), pickle.dumps((loader, found)), 0)
+                os.pwrite(self.digested.fileno(), pickle.dumps((of_loader, found)), 0)
                 return found
         finally:
             fcntl.lockf(self.digested, fcntl.LOCK_UN)
         return pickled_with(parts, self.reached, None) if found.is_shared else found
 
-    def notice(self, is_batch: bool, is_divisible: bool, asked: Asked | None) -> None:
+    def notice(self, is_batch: bool, is_divisible: bool, loader: Loader | None) -> None:
         """Print once why getting samples is slow, if it is."""
         name, text, info = "the Dataset", "", get_worker_info()
         if self.is_made:
             name = type(self.given).__name__
-        is_single = asked and asked.fetcher and not is_batch
-        if is_single and asked.fetcher.auto_collation:
-            outer = type(asked.fetcher.dataset).__name__
+        is_single = loader and loader.fetcher and not is_batch
+        if is_single and loader.fetcher.auto_collation:
+            outer = type(loader.fetcher.dataset).__name__
             text = f"{outer} asks {name} for samples one by one: put RemoteDataset around {outer}"
         elif is_single:
             text = "the DataLoader asks for samples one by one: set batch_size"

@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from feed.source import Source
 
@@ -37,11 +37,11 @@ class Wrapper(Dataset):
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._source.to_reach(name), name, value)
-        self._source.is_changed = not get_worker_info()
+        self._source.note_change()
 
     def __delattr__(self, name: str) -> None:
         delattr(self._source.to_reach(name), name)
-        self._source.is_changed = not get_worker_info()
+        self._source.note_change()
 
 
 def like(wrapper: Wrapper, dataset: Any) -> Wrapper:

@@ -23,10 +23,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
 from feed import wire
-from feed.epochs import asked_for
+from feed.client import DataHost
 from feed.fetch import Fetcher
-from feed.host import DataHost
 from feed.iterate import Stream
+from feed.loader import calling_loader
 from feed.log import logger
 from feed.source import Source
 from feed.stand_in import Wrapper
@@ -80,17 +80,17 @@ class RemoteStream(Wrapper, IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         source, info = self._source, get_worker_info()
         source.begin_process()
-        asked = asked_for()
-        asker = source.asker(asked)
+        loader = calling_loader()
+        caller = source.caller(loader)
         if not source.hosts:
             return iter(source.given)
         source.is_changed |= not source.is_kept  # it may have changed unnoticed
-        source.connect(asked)
+        source.connect(loader)
         stream = Stream(
-            asked.seed if asked else torch.initial_seed(),
+            loader.seed if loader else torch.initial_seed(),
             info.id if info else 0,
             info.num_workers if info else 0,
-            asker,
+            caller,
             [0],
         )
         if source.stream and source.stream.is_of(source.fetcher, stream):
@@ -156,7 +156,7 @@ class OpenStream:
         self.fetcher, self.stream = fetcher, stream
         self.taken = stream.taken  # the number of samples taken in each epoch
         self.samples: deque[tuple[bytes, list]] = deque()  # that have come, as pickle and parts
-        self.after: Any = None  # see iterate.run
+        self.after: Any = None  # see iterate.send_samples
         self.process, self.call = os.getpid(), None
         self.host: DataHost | None = None
         self.losses = 0  # since the last sample
@@ -200,13 +200,13 @@ class OpenStream:
             reply = next(self.replies)
             if reply.state == wire.DIED:
                 raise Died(f"its process {reply.value.decode()}")
-            if reply.state == wire.UNKNOWN:  # it has dropped the Dataset, or has been restarted
-                self.host.workers = 0
-                raise Lost("")
+            if reply.state == wire.UNKNOWN:
+                self.host.has_dropped_dataset()
             if reply.state == wire.RAISED:
                 self.after = "end"
                 raise self.host.raised(reply.value)
-            frames = itertools.islice(self.call, math.ceil(reply.length / wire.FRAME))
+            follow = math.ceil((reply.length - len(reply.memory)) / wire.FRAME)
+            frames = itertools.islice(self.call, follow)
             parts = self.host.result(wire.parts_of, reply, frames)
             if reply.value:
                 self.moved_at = time.monotonic()
@@ -248,11 +248,11 @@ class OpenStream:
         self.fetcher.wait_for_host(START_SECONDS, self.fetcher.timeout)
         ready = self.fetcher.ready()
         hosts = [host for host in ready if host is not self.host] or ready
-        rank, ranks = self.stream.asker.ranks or (0, 1)
+        rank, ranks = self.stream.caller.ranks or (0, 1)
         count = max(1, self.stream.num_workers) * ranks
         ends = [*itertools.accumulate(host.share() for host in hosts)]
-        place = (self.stream.worker * ranks + rank + 0.5) / count * ends[-1]
-        host = next(host for host, end in zip(hosts, ends, strict=True) if end > place)
+        position = (self.stream.worker * ranks + rank + 0.5) / count * ends[-1]
+        host = next(host for host, end in zip(hosts, ends, strict=True) if end > position)
         if self.host:
             self.say(f"continues on data host {host.address}, after {self.taken[-1]} samples")
         self.host = host

@@ -2,14 +2,15 @@
 
 An HMAC with the job's token, which itself is never sent, covers everything that is pickled: the
 digest of a request or a Dataset, and a reply together with its request's nonce, so that it answers
-no other request. The memory of tensors and arrays follows a reply in frames of 1 MiB, the fastest
-size. It has no HMAC, since it is never unpickled.
+no other request. The memory of tensors and arrays is in the same message if it is small, and else
+follows in frames of 1 MiB, the fastest size. It has no HMAC, since it is never unpickled.
 """
 
 import functools
 import hashlib
 import hmac
 import importlib
+import itertools
 import os
 import pickle
 import sys
@@ -25,7 +26,7 @@ SERVICE, METADATA_KEY = "dataset_feed.DatasetFeed", "feed-bin"
 FRAME = 1 << 20  # bytes in one message
 ALIGNMENT = 64  # of each tensor's memory
 SMALL = 1024  # bytes; smaller memory stays in the pickle
-NONCE, DIGEST = 16, 32  # bytes
+NONCE, DIGEST, SIZE = 16, 32, 4  # bytes
 MAIN = "__main__", "__mp_main__"  # the training script; the latter in a spawned process
 KEEPALIVE = [  # on both sides, to notice within 20 s if the other one hangs or is gone
     ("grpc.keepalive_time_ms", 10_000),
@@ -36,7 +37,7 @@ KEEPALIVE = [  # on both sides, to notice within 20 s if the other one hangs or 
 
 
 # The states of a Dataset, a chunk or a stream, in a Reply
-READY = 0  # the reply has what was asked for
+READY = 0  # the reply has what the request is for
 UNKNOWN = 1  # this host does not have the Dataset: upload it
 WAITING = 2  # the Dataset is being made, or all worker processes are busy
 RAISED = 3  # the Dataset has raised an exception, which is the value
@@ -44,27 +45,28 @@ DIED = 4  # the stream's process has ended; the value says how
 
 
 class Request(NamedTuple):
-    """What a data host is asked for."""
+    """What a client wants of a data host."""
 
     dataset: bytes  # SHA-256 of its pickle
-    chunk: bytes  # pickled samples.Chunk or iterate.Stream; empty: ask only about the Dataset
+    chunk: bytes  # pickled samples.Chunk or iterate.Stream; empty: whether it has the Dataset
     init_fn: bytes = b""  # SHA-256 of the pickled worker_init_fn, if any
     is_fresh: bool = False  # whether a new process is to prepare the chunk
 
 
 class Reply(NamedTuple):
-    """What a data host answers. Frames with the memory of tensors and arrays follow it."""
+    """What a data host answers. Frames with the memory of tensors and arrays may follow it."""
 
     state: int
     value: bytes = b""  # pickled, except with DIED; with WAITING: how far a stream is run forward
-    sizes: tuple[int, ...] = ()  # bytes of each tensor and array that follows
+    sizes: tuple[int, ...] = ()  # bytes of each tensor and array
     seconds: float = 0.0  # that a worker took for the chunk
     workers: int = 0  # processes that prepare samples here
     calls: int = 0  # open calls of all clients
+    memory: bytes | memoryview = b""  # of the tensors and arrays, if no frames follow
 
     @property
     def length(self) -> int:
-        """Return how many bytes the frames that follow have."""
+        """Return how many bytes the memory of the tensors and arrays has."""
         return sum(size + padding(size) for size in self.sizes)
 
 
@@ -91,20 +93,23 @@ def verify(token: str, metadata: Any) -> tuple[bytes, bytes] | None:
     return (nonce, digest) if is_ours else None
 
 
-def seal(token: str, nonce: bytes, reply: Reply) -> bytes:
-    """Return the bytes of a Reply to the call with this nonce."""
+def seal(token: str, nonce: bytes, reply: Reply, memory: bytes = b"") -> bytes:
+    """Return the bytes of a Reply to the call with this nonce, and its memory."""
     content = pickle.dumps(reply)
-    return mac(token, b"reply", nonce, content) + content
+    size = len(content).to_bytes(SIZE, "big")
+    return b"".join((mac(token, b"reply", nonce, content), size, content, memory))
 
 
 def unseal(token: str, nonce: bytes, data: bytes) -> Reply:
     """Return the Reply; raise PermissionError if it does not answer this call."""
     if not data:
         raise Lost("the call has ended")
-    code, content = data[:DIGEST], data[DIGEST:]
+    start = DIGEST + SIZE
+    end = start + int.from_bytes(data[DIGEST:start], "big")
+    code, content = data[:DIGEST], data[start:end]
     if not hmac.compare_digest(code, mac(token, b"reply", nonce, content)):
         raise PermissionError("a reply has no valid MAC: do both sides have the same HETERO_TOKEN?")
-    return pickle.loads(content)
+    return pickle.loads(content)._replace(memory=memoryview(data)[end:])
 
 
 class SamplePickler(pickle.Pickler):
@@ -185,7 +190,7 @@ def decode(reply: Reply, frames: Iterator[bytes]) -> Any:
 
 
 def parts_of(reply: Reply, frames: Iterator[bytes]) -> list[np.ndarray]:
-    """Return the memory that belongs with a Reply, filled with the frames.
+    """Return the memory that belongs with a Reply, filled with its own and the frames.
 
     Raises Lost if the frames do not have as many bytes as the Reply says.
     """
@@ -193,7 +198,7 @@ def parts_of(reply: Reply, frames: Iterator[bytes]) -> list[np.ndarray]:
     memory = np.empty(reply.length + ALIGNMENT, np.uint8)
     memory = memory[padding(memory.ctypes.data) :][: reply.length]
     at = 0
-    for frame in frames:
+    for frame in itertools.chain([reply.memory], frames):
         if at + len(frame) > len(memory):
             raise Lost("more bytes than announced")
         memory[at : at + len(frame)] = np.frombuffer(frame, np.uint8)  # without the GIL
@@ -207,6 +212,6 @@ def parts_of(reply: Reply, frames: Iterator[bytes]) -> list[np.ndarray]:
     return parts
 
 
-def padding(place: int) -> int:
-    """Return how many bytes of padding come between this place in memory and the next tensor."""
-    return -place % ALIGNMENT
+def padding(offset: int) -> int:
+    """Return how many bytes of padding come between this offset and the next tensor."""
+    return -offset % ALIGNMENT

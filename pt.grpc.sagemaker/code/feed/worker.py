@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from feed.inherit import set_variables
-from feed.iterate import Stream, run
+from feed.iterate import Stream, send_samples
 from feed.samples import (
     Chunk,
     as_error,
@@ -62,7 +62,7 @@ def fork(work: Callable, *arguments: Any) -> int:
             work(*arguments)
     except SystemExit as error:
         print(error.code, flush=True)
-    except (EOFError, ConnectionError):  # the process that asked for this one has ended
+    except (EOFError, ConnectionError):  # the process that wanted this one has ended
         os._exit(1)
     except BaseException:
         traceback.print_exc()
@@ -155,14 +155,14 @@ def serve_chunks(
                 value = problem
             elif request:
                 chunk = pickle.loads(request)
-                set_ranks(chunk.asker)
+                set_ranks(chunk.caller)
                 if isinstance(chunk, Stream):
-                    run(given, chunk, connection, send)  # until the other end closes
+                    send_samples(given, chunk, connection, send)  # until the other end closes
                 if workers:  # among those of all data hosts
-                    host, hosts = chunk.asker.worker
+                    host, hosts = chunk.caller.worker
                     worker = number * hosts + host, workers * hosts
-                    chunk = chunk._replace(asker=chunk.asker._replace(worker=worker))
-                if chunk.asker.init_fn and not is_initialized:
+                    chunk = chunk._replace(caller=chunk.caller._replace(worker=worker))
+                if chunk.caller.init_fn and not is_initialized:
                     initialize(dataset, chunk)
                     generators, is_initialized = generators_of(dataset, collate_fn), True
                 value, parts = encode(prepare(dataset, generators, chunk, collate_fn))
@@ -180,21 +180,21 @@ class Worker:
 
     Methods raise EOFError or OSError if it fails: see `how_it_failed`.
 
-    place: its number, and how many there are; (0, 0): the chunks say it.
+    number: its number, and how many there are; (0, 0): the chunks say it.
     """
 
     def __init__(
         self,
         holder: socket.socket,
         seconds: int = MAKING_SECONDS,
-        place: tuple[int, int] = (0, 0),
+        number: tuple[int, int] = (0, 0),
     ):
         self.pipe, self.pid, self.is_over = new_process(holder), 0, False
         self.connection = Connection(self.pipe.fileno())  # only `end` closes them
         try:
             self.allow(seconds)
             self.pid = self.connection.recv()
-            self.connection.send(place)
+            self.connection.send(number)
             self.connection.recv_bytes()
             self.allow(CHUNK_SECONDS)
         except (OSError, EOFError):

@@ -5,7 +5,7 @@ import hmac
 import time
 import traceback
 
-from hetero.messages import BEAT_SECONDS, HELLO_SECONDS, TOKEN, receive, send
+from hetero.messages import BEAT_SECONDS, HELLO_SECONDS, TOKEN, Phase, receive, send
 from hetero.plan import Plan
 from hetero.process import TICK_SECONDS
 
@@ -28,7 +28,7 @@ class Leader:
         self.plan, self.cluster = plan, plan.cluster
         self.members: dict[str, asyncio.StreamWriter] = {}  # the hosts that are connected
         self.reports: dict[str, dict] = {}  # each host's last report: see Member
-        self.word = {"start": False, "stop": False, "end": None, "exit": False}  # sent to all hosts
+        self.word = {"phase": Phase.JOINING, "end": None}  # sent to all hosts
         self.told_at = 0.0
         self.first_seen: dict[str, float] = {"begin": time.monotonic()}  # event -> time
         self.refused: set[tuple[str, str]] = set()  # (address, reason), if already logged
@@ -41,9 +41,9 @@ class Leader:
         """Hosts whose processes may be running, including hosts that may still connect."""
         return self.absent() | {h for h in self.members if not self.reports[h]["stopped"]}
 
-    def tell(self, **news) -> None:
-        """Update the word, and send it to all hosts; `end` is [is completed, reason]."""
-        self.word.update(news)
+    def tell(self, phase: Phase = Phase.JOINING) -> None:
+        """Send the word to all hosts, and move on to this phase, if that is a later one."""
+        self.word["phase"] = max(phase, self.word["phase"])
         self.told_at = time.monotonic()
         for writer in self.members.values():
             send(writer, self.word)
@@ -51,7 +51,8 @@ class Leader:
     def decide(self, completed: bool, reason: str) -> None:
         """Set how the job ends; a later call can only turn a success into a failure."""
         if not self.word["end"] or (self.word["end"][0] and not completed):
-            self.tell(end=[completed, reason[:1000]])
+            self.word["end"] = [completed, reason[:1000]]
+            self.tell(Phase.ENDING)
 
     def note(self, event: str) -> None:
         """Remember when an event was first seen."""
@@ -80,11 +81,11 @@ class Leader:
         # Unless a job has failed, SageMaker waits for all of its hosts, and bills a host that hangs
         # until MaxRuntimeInSeconds. So all hosts first stop their processes, and then all exit.
         began = time.monotonic()
-        for exit in (False, True):
-            self.tell(exit=exit)
-            begun = time.monotonic()
-            while late := {*self.members} if exit else self.unfinished():
-                seconds = EXIT_SECONDS if exit or late <= self.absent() else STOP_SECONDS
+        for phase in (Phase.ENDING, Phase.EXITING):
+            self.tell(phase)
+            begun, exits = time.monotonic(), phase is Phase.EXITING
+            while late := {*self.members} if exits else self.unfinished():
+                seconds = EXIT_SECONDS if exits or late <= self.absent() else STOP_SECONDS
                 if time.monotonic() > begun + seconds:
                     where = self.cluster.where(*late)
                     self.decide(False, f"{where} did not end when the training had ended.")
@@ -100,9 +101,10 @@ class Leader:
     def judge(self) -> None:
         """Decide whether the ranks start or stop, and whether and how the job ends."""
         absent, reports = self.absent(), [*self.reports.values()]
-        start, stop = not absent, any(report["sigterm"] for report in reports)
-        if start > self.word["start"] or stop > self.word["stop"]:
-            self.tell(start=start, stop=stop)  # hosts may get their SIGTERM at different times
+        stop = any(report["sigterm"] for report in reports)
+        phase = Phase.STOPPING if stop else Phase.JOINING if absent else Phase.TRAINING
+        if phase > self.word["phase"]:
+            self.tell(phase)
         failures = [report["failure"] for report in reports if report["failure"]]
         lost = [self.reports.get(host, {}).get("server") for host in self.plan.data_hosts]
         if lost and all(lost):
@@ -127,10 +129,10 @@ class Leader:
             reason = f"{self.cluster.where(*absent)} did not come up within {seconds} s."
         if absent and stop:
             reason += f" Not there yet: {self.cluster.where(*absent)}."
-        elif start and was_cut_off and running:
+        elif was_cut_off and running and not absent:
             reason += f" Still running: {', '.join(running)}."
         if is_time or not (absent or running):
-            self.decide(start and not failures and not running, reason)
+            self.decide(not (absent or failures or running), reason)
 
     async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive a host's reports until it disconnects; refuse connections from others."""
@@ -154,7 +156,7 @@ class Leader:
                 self.reports[host] = report
                 report = await receive(reader, self.plan.patience(host))
         except (OSError, asyncio.CancelledError) as error:  # cancelled if it hangs at the end
-            if isinstance(error, TimeoutError) or not self.word["exit"]:
+            if isinstance(error, TimeoutError) or self.word["phase"] < Phase.EXITING:
                 self.decide(False, f"The launcher on {self.cluster.where(host)} is gone: {error}.")
         except Exception as error:
             self.fail(error)

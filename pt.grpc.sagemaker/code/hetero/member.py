@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Coroutine
 
-from hetero.messages import HELLO_SECONDS, LONGEST_LINE, TOKEN, receive, send
+from hetero.messages import HELLO_SECONDS, LONGEST_LINE, TOKEN, Phase, receive, send
 from hetero.plan import Plan
 from hetero.process import Process
 from hetero.spare import run_when_idle, starting_on
@@ -64,21 +64,21 @@ class Member:
         loop.add_signal_handler(signal.SIGCHLD, self.reap)
         if not self.plan.ranks or self.plan.spare_cores:
             self.start(self.serve())
-        word = {"end": None, "exit": False, "refused": ""}
+        word = {"phase": Phase.JOINING, "end": None, "refused": ""}
         try:
             reader = await self.join()
-            while not word["exit"]:
+            while word["phase"] < Phase.EXITING:
                 word |= await receive(reader, self.plan.patience(self.cluster.host))
                 if word["refused"]:
                     raise ConnectionError(f"refused, {word['refused']}")
-                if word["stop"]:  # data servers keep running for the last steps
+                if word["phase"] == Phase.STOPPING:  # data servers keep running for the last steps
                     self.stop_ranks()
-                while self.waiting and word["start"]:
+                while self.waiting and word["phase"] == Phase.TRAINING:
                     self.start(self.train(self.waiting.pop(0)))
                 await asyncio.sleep(0)  # these tasks start their ranks before the next word
-                if word["end"]:
+                if word["phase"] >= Phase.ENDING:
                     await self.stop_all()
-                self.say(stopped=bool(word["end"]))
+                self.say(stopped=word["phase"] >= Phase.ENDING)
         except OSError as error:
             if not word["end"] or word["end"][0]:
                 leader = self.cluster.where(self.plan.leader)

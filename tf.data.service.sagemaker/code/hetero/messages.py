@@ -1,19 +1,30 @@
 """The messages between launchers: JSON objects, one on each line.
 
-The leader sends its word to all hosts: whether to `start` or `stop` the ranks, the job's `end`
-(whether it is completed, and the reason), and whether to `exit`. To a connection that it refuses
-it sends only the reason, `refused`. Hosts send their report: see Member. Each message repeats the
-whole word or report, and also serves as a heartbeat.
+The leader sends its word to all hosts: the job's `phase`, and, once that is decided, its `end`
+(whether it is completed, and the reason). To a connection that it refuses it sends only the reason,
+`refused`. Hosts send their report: see Member. Each message repeats the whole word or report, and
+also serves as a heartbeat.
 """
 
 import asyncio
 import json
 import os
+from enum import IntEnum
 
 TOKEN = os.environ.get("HETERO_TOKEN", "")  # proves that a host belongs to the job
 LONGEST_LINE = 1 << 15  # bytes; a report has two reasons of 1000 characters, of up to 12 bytes each
 HELLO_SECONDS = 5  # to connect, and then to send the first message
 BEAT_SECONDS = 2  # between two heartbeats
+
+
+class Phase(IntEnum):
+    """How far the job is. It only moves on, and may leave out phases."""
+
+    JOINING = 0  # not all hosts have connected
+    TRAINING = 1  # the ranks run
+    STOPPING = 2  # the job has got SIGTERM, which is passed on to the ranks
+    ENDING = 3  # its end is decided, and hosts stop their processes
+    EXITING = 4  # they have, or had time for it, and hosts exit
 
 
 def send(writer: asyncio.StreamWriter, message: dict) -> None:

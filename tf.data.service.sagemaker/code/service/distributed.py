@@ -14,7 +14,7 @@ from service.graph import graph_of
 from service.pipelines import check, refuse
 from service.same import check_same
 from service.state import renew
-from service.waiting import wait_for_dispatcher, watched
+from service.waiting import logger, wait_for_dispatcher, watched
 
 used_names: set[str] = set()
 
@@ -68,10 +68,8 @@ def distribute(
     graph = graph_of(dataset)
     is_endless = check(graph, allow)
     if renew(graph, allow):
-        print(
-            f"distribute: random numbers of {name} do not follow seeds, and differ in each epoch.",
-            flush=True,
-        )
+        text = "distribute: random numbers of %s do not follow seeds, and differ in each epoch."
+        logger.warning(text, name)
     if name == "training" and ranks > 1 and not is_endless:
         raise ValueError(
             f"distribute: {ranks} ranks would get unequal numbers of batches, and wait for each "

@@ -1,8 +1,10 @@
-"""What `distribute` does and prints until the first batch of a dataset arrives.
+"""What `distribute` does and says until the first batch of a dataset arrives.
 
-TensorFlow itself waits forever and prints nothing, even if the hosts do not exist.
+TensorFlow itself waits forever and says nothing, even if the hosts do not exist. Messages go to
+Python's logger `service`.
 """
 
+import logging
 import os
 import re
 import socket
@@ -15,7 +17,9 @@ import grpc
 import tensorflow as tf
 
 HOPELESS_SECONDS = 120  # without a dispatcher or a worker
-TELL_SECONDS = 60  # between two printed lines
+TELL_SECONDS = 60  # between two messages
+
+logger = logging.getLogger("service")
 
 
 def wait_for_dispatcher(dispatcher: str) -> None:
@@ -30,7 +34,7 @@ def wait_for_dispatcher(dispatcher: str) -> None:
 
 
 def watched(dataset: tf.data.Dataset, dispatcher: str, name: str) -> tf.data.Dataset:
-    """Return the dataset. Until its first batch arrives, a thread prints what it is waiting for.
+    """Return the dataset. Until its first batch arrives, a thread says what it is waiting for.
 
     The thread ends the process if dispatcher or workers are missing for 120 s. An exception would
     not reach the training, which waits in C++.
@@ -55,12 +59,13 @@ def watched(dataset: tf.data.Dataset, dispatcher: str, name: str) -> tf.data.Dat
             now = time.monotonic()
             there_at = there_at if missing else now
             if now > there_at + HOPELESS_SECONDS:
-                print(f"distribute: gave up after {HOPELESS_SECONDS} s: {missing}.", flush=True)
+                logger.error("distribute: gave up after %s s: %s.", HOPELESS_SECONDS, missing)
                 os._exit(1)
             if now > told_at + TELL_SECONDS:
                 told_at = now
                 what = missing or f"workers are at {', '.join(workers)}"
-                print(f"distribute: no batch of {name} in {now - began:.0f} s: {what}", flush=True)
+                text = "distribute: no batch of %s in %.0f s: %s"
+                logger.warning(text, name, now - began, what)
 
     threading.Thread(target=watch, daemon=True).start()
     return dataset

@@ -1,4 +1,4 @@
-"""Finds out which batch a DataLoader asks for, which torch does not tell the Dataset.
+"""Finds out which batch a DataLoader wants, which torch does not tell the Dataset.
 
 samples.py and iterate.py use other private parts of torch.
 """
@@ -15,8 +15,8 @@ from feed.samples import USE_TESTED_TORCH
 OF_WORKERS = "base_seed", "init_fn", "num_workers", "worker_id"  # variables of torch's worker loop
 
 
-class Asked(NamedTuple):
-    """What is known about the DataLoader that asks for samples."""
+class Loader(NamedTuple):
+    """What is known about the DataLoader that wants samples."""
 
     seed: int  # torch draws it for each epoch; persistent workers keep their first epoch's
     batch: int  # its number in the epoch; -1 before the first, as in worker_init_fn
@@ -25,7 +25,7 @@ class Asked(NamedTuple):
     num_workers: int
 
 
-def asked_for() -> Asked | None:
+def calling_loader() -> Loader | None:
     """Return what the calling DataLoader knows, or None outside of one, as for `dataset[0]`.
 
     Raises RuntimeError if there is a DataLoader, but its variables are not found.
@@ -33,20 +33,20 @@ def asked_for() -> Asked | None:
     frame, info, fetcher, is_fetching = sys._getframe(1), get_worker_info(), None, False
     while frame:
         here = frame.f_locals
-        caller = here.get("self")
-        if isinstance(caller, _BaseDatasetFetcher):
-            fetcher = caller
+        owner = here.get("self")
+        if isinstance(owner, _BaseDatasetFetcher):
+            fetcher = owner
             is_fetching |= frame.f_code.co_name != "__init__"  # which calls the Dataset's __iter__
         elif all(name in here for name in OF_WORKERS):
             batch = here.get("idx") if is_fetching else -1
             if batch is None:
                 break
-            return Asked(here["base_seed"], batch, fetcher, here["init_fn"], here["num_workers"])
+            return Loader(here["base_seed"], batch, fetcher, here["init_fn"], here["num_workers"])
         # A DataLoader without workers. A forked worker has the frames of its parent, too.
-        elif fetcher and not info and hasattr(caller, "_base_seed"):
-            if not hasattr(caller, "_num_yielded"):
+        elif fetcher and not info and hasattr(owner, "_base_seed"):
+            if not hasattr(owner, "_num_yielded"):
                 break
-            return Asked(caller._base_seed, caller._num_yielded, fetcher, None, 0)
+            return Loader(owner._base_seed, owner._num_yielded, fetcher, None, 0)
         frame = frame.f_back
     if fetcher or info:
         raise RuntimeError(

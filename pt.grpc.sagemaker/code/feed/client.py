@@ -1,4 +1,4 @@
-"""The client of a data host, in a process of the training script: makes its gRPC calls."""
+"""A process's connection to one data host: makes the gRPC calls, and keeps the host's state."""
 
 import hashlib
 import math
@@ -7,6 +7,7 @@ import pickle
 import queue
 import time
 from collections.abc import Callable, Iterator
+from enum import Enum, auto
 from typing import IO, Any
 
 import grpc
@@ -31,6 +32,19 @@ CHANNEL_OPTIONS = [
 ]
 
 
+class HostState(Enum):
+    """What this process knows of a data host. It greets it to learn whether it has the Dataset.
+
+    WITHOUT, FAILED -> GREETED -> READY. GREETED -> WITHOUT: not ready yet. READY -> WITHOUT: it has
+    dropped the Dataset, or was restarted. READY, GREETED -> FAILED: the call has failed.
+    """
+
+    WITHOUT = auto()  # as far as is known, it does not have the Dataset
+    GREETED = auto()  # its answer is awaited, and it may get the Dataset meanwhile
+    READY = auto()  # it has the Dataset, and prepares chunks
+    FAILED = auto()  # it does not answer
+
+
 class DataHost:
     """A data host, from which a process gets samples of the Dataset with this digest.
 
@@ -38,15 +52,16 @@ class DataHost:
     whatever the Dataset raises there.
     """
 
-    def __init__(self, address: str, token: str, digest: bytes, place: tuple[int, int] = (0, 1)):
-        self.address, self.token, self.digest, self.failure = address, token, digest, ""
-        self.place = place  # its number, and how many there are
+    def __init__(self, address: str, token: str, digest: bytes, number: int = 0, count: int = 1):
+        self.address, self.token, self.digest = address, token, digest
+        self.number, self.count = number, count  # of this host, and of all hosts
         self.channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
         self.open: set[Any] = set()  # calls that have not ended
         self.heard_at = time.monotonic()  # its last sign of life
-        self.workers = 0  # until it has the Dataset
-        self.greet_at = 0.0  # when to ask it next whether it has the Dataset
-        self.asked, self.others = 0, 0  # chunks that it prepares: for us; for others, lately
+        self.state, self.failure = HostState.WITHOUT, ""  # failure: why it failed, until it answers
+        self.greet_at = 0.0  # when to greet it next, unless it is GREETED or READY
+        self.workers = 0  # processes that prepare samples there
+        self.assigned, self.others = 0, 0  # chunks that it prepares: for us; for others, lately
         self.luck = 0.0  # see load
         self.seconds = 0.0  # that a worker takes for a sample: a moving average
 
@@ -65,11 +80,11 @@ class DataHost:
         This adds a random part of a chunk, drawn for each batch: processes do not know what others
         ask a host for, and must not all give a chunk to a host with few workers.
         """
-        return (self.asked + self.luck) / (self.share() or 1e-9)
+        return (self.assigned + self.luck) / (self.share() or 1e-9)
 
     def expected(self, samples: int) -> float:
         """Return how many seconds it would take for another chunk with so many samples."""
-        rounds = 1 + (self.asked + self.others) / max(1, self.workers)
+        rounds = 1 + (self.assigned + self.others) / max(1, self.workers)
         return rounds * samples * (self.seconds or 1e-3)
 
     def get_dataset(
@@ -80,7 +95,7 @@ class DataHost:
         Also returns its summary of the Dataset, if a callable makes it. upload: returns a file with
         the Dataset's pickle. what: describes the Dataset.
         """
-        reply, call = self.ask(None, [])
+        reply, call = self.reply_to(None, [])
         if reply.state == wire.UNKNOWN:
             taken = self.put(upload)
             if taken.state == wire.UNKNOWN:
@@ -123,25 +138,31 @@ class DataHost:
         is_fresh: whether a new process is to prepare them.
         """
         if not is_fresh:
-            chunk = chunk._replace(asker=chunk.asker._replace(worker=self.place))
-        reply, call = self.ask(chunk, calls, is_fresh)
-        if reply.state != wire.READY:  # it has dropped the Dataset, or has been restarted
-            self.workers = 0
-            raise Lost("")
-        self.workers, self.failure = self.workers and reply.workers, ""
-        self.others = max(0, reply.calls - self.asked)
+            worker = self.number, self.count
+            chunk = chunk._replace(caller=chunk.caller._replace(worker=worker))
+        reply, call = self.reply_to(chunk, calls, is_fresh)
+        if reply.state != wire.READY:
+            self.has_dropped_dataset()
+        self.workers, self.failure = reply.workers, ""
+        self.others = max(0, reply.calls - self.assigned)
         seconds = reply.seconds / max(1, len(chunk.indices))
         if not is_fresh:  # a new process may have to open files first
             self.seconds = (3 * self.seconds + seconds) / 4 if self.seconds else seconds
         return self.result(wire.decode, reply, call)
 
-    def ask(
+    def has_dropped_dataset(self) -> None:
+        """Raise Lost: it has dropped the Dataset, or has been restarted, and must get it again."""
+        if self.state is HostState.READY:
+            self.state = HostState.WITHOUT
+        raise Lost("")
+
+    def reply_to(
         self, chunk: Chunk | None, calls: list, is_fresh: bool = False
     ) -> tuple[Reply, grpc.Call]:
-        """Make an Ask call; return the Reply, and the call, whose frames may follow."""
+        """Make a Get call; return the Reply, and the call, whose frames may follow."""
         request, nonce, metadata = self.signed(chunk, is_fresh)
-        ask = self.channel.unary_stream(f"/{wire.SERVICE}/Ask")
-        call = self.opened(ask(request, metadata=metadata))
+        get = self.channel.unary_stream(f"/{wire.SERVICE}/Get")
+        call = self.opened(get(request, metadata=metadata))
         calls.append(call)
         for reply in self.replies(call, nonce):
             if reply.state == wire.RAISED:
@@ -158,15 +179,15 @@ class DataHost:
         """
         request, nonce, metadata = self.signed(stream)
         epochs.put(request)
-        run = self.channel.stream_stream(f"/{wire.SERVICE}/Run")
-        call = self.opened(run(iter(epochs.get, None), metadata=metadata))
+        open_call = self.channel.stream_stream(f"/{wire.SERVICE}/Stream")
+        call = self.opened(open_call(iter(epochs.get, None), metadata=metadata))
         return call, self.replies(call, nonce)
 
     def signed(
-        self, asked: Chunk | Stream | None, is_fresh: bool = False
+        self, wanted: Chunk | Stream | None, is_fresh: bool = False
     ) -> tuple[bytes, bytes, list]:
         """Return a pickled Request, and the nonce and the metadata of its call."""
-        pickled, init_fn = (pickle.dumps(asked), asked.asker.init_fn) if asked else (b"", b"")
+        pickled, init_fn = (pickle.dumps(wanted), wanted.caller.init_fn) if wanted else (b"", b"")
         digest = hashlib.sha256(init_fn).digest() if init_fn else b""
         request = pickle.dumps(Request(self.digest, pickled, digest, is_fresh))
         return request, *wire.sign(self.token, hashlib.sha256(request).digest())
