@@ -34,10 +34,10 @@ from feed import RemoteDataset
 MOST_OF_MACHINE, TIMES = 30, 3  # percent of all cores' time; attempts at a measurement
 SAMPLES, FLOATS = 64, 4096  # in a batch, in a sample: 1 MiB a batch
 WARM_UP_SECONDS, SECONDS = 2.5, 20.0
-CASES = [  # workers of each data host; ranks; num_workers; seconds per batch in one worker
-    *(([4] * hosts, ranks, 2, 2.0) for ranks in (1, 4) for hosts in (1, 2, 4)),
-    ([32, 2], 1, 4, 4.0),  # a data host, and a training host's spare cores
-    *(([48, 48], 1, num_workers, 25.6) for num_workers in (1, 3)),
+CASES = [  # workers of each data host; ranks; num_workers; batch_size; seconds per sample
+    *(([4] * hosts, ranks, 2, SAMPLES, 2 / SAMPLES) for ranks in (1, 4) for hosts in (1, 2, 4)),
+    ([32, 2], 1, 4, SAMPLES, 4 / SAMPLES),  # a data host, and a training host's spare cores
+    *(([48, 48], 1, *loader, 0.4) for loader in ((1, SAMPLES), (1, 192), (3, SAMPLES))),
 ]
 LEAST = 0.9  # of the batches per second that the workers can prepare
 JOBS = 2, 4, 16, 64  # hosts
@@ -123,7 +123,7 @@ class Asleep(Dataset):
         self.seconds = seconds
 
     def __len__(self) -> int:
-        return SAMPLES * 1_000_000
+        return 100_000_000
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(self.seconds)
@@ -135,9 +135,9 @@ def train(rank: int, ranks: int, port: int, hosts: list, case: tuple, counts: Se
     meeting = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     use(*hosts)
-    _, _, num_workers, seconds = case
+    _, _, num_workers, batch_size, seconds = case
     options = {"num_workers": num_workers, "multiprocessing_context": "fork"}
-    for _ in DataLoader(RemoteDataset(Asleep(seconds / SAMPLES)), SAMPLES, **options):
+    for _ in DataLoader(RemoteDataset(Asleep(seconds)), batch_size, **options):
         counts[rank] += 1
 
 
@@ -156,17 +156,17 @@ def loader() -> tuple[dict, list[str]]:
     """Print the loader's traffic; return all values, and the targets that were missed."""
     found, rows, missed = {}, [], []
     for case in CASES:
-        workers, ranks, num_workers, seconds = case
-        limit = sum(workers) / seconds
+        workers, ranks, num_workers, batch_size, seconds = case
+        limit = sum(workers) / seconds / batch_size
         hosts = f"{len(workers)} x {workers[0]}" if len({*workers}) == 1 else str(workers)
         traffic = quietly(loader_traffic, *case)
-        rows.append((hosts, ranks, num_workers, *traffic.cells(limit)))
-        found[f"{hosts}, {ranks} x {num_workers}"] = asdict(traffic)
+        rows.append((hosts, ranks, num_workers, batch_size, *traffic.cells(limit)))
+        found[f"{hosts}, {ranks} x {num_workers}, {batch_size}"] = asdict(traffic)
         # Cases with fewer workers than loader.md's rule asks for only show what that costs.
-        enough = ranks * num_workers * SAMPLES >= 2 * sum(workers)
+        enough = ranks * num_workers * batch_size >= 2 * sum(workers)
         if enough and traffic.rate < LEAST * limit and traffic.machine <= MOST_OF_MACHINE:
             missed.append(f"data hosts of {hosts}, {ranks} ranks")
-    table(f"data hosts x workers of each | ranks | num_workers | {HEADS}", rows)
+    table(f"data hosts x workers of each | ranks | num_workers | batch_size | {HEADS}", rows)
     return found, missed
 
 

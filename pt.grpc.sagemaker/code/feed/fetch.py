@@ -24,7 +24,7 @@ from feed.log import logger
 from feed.samples import Chunk, differ
 from feed.wire import Lost
 
-MOST_CALLS = 64  # at the same time
+MOST_CALLS = 512  # at the same time, each in a thread
 CHUNKS_PER_WORKER = 2  # one is prepared while another one travels
 CHUNK_SECONDS = 0.02  # to prepare a chunk: a call takes about 1 ms of CPU time on either side
 # A chunk is overdue after 4 times its expected time (then 16 times, ...), and at least 0.5 s.
