@@ -46,24 +46,7 @@ if "STARTED" not in os.environ:
     options = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no"]
     command = "accelerate.commands.launch", *options, "--dynamo_backend=no", __file__
     os.execv(sys.executable, [sys.executable, "-m", *command])
-{}
-"""
-TRAINER = """
-import torch, transformers
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-    def __getitem__(self, number):
-        return {"x": torch.ones(4), "labels": torch.ones(1)}
-class Model(torch.nn.Linear):
-    calls = 0
-    def forward(self, x, labels):
-        self.calls += 1
-        if self.calls == 6:
-            raise ValueError("no number")
-        return {"loss": ((super().forward(x) - labels) ** 2).mean()}
-settings = transformers.TrainingArguments("out", max_steps=20, report_to=[], use_cpu=True)
-transformers.Trainer(Model(4, 1), settings, train_dataset=Data()).train()
+sys.exit("no usable samples")
 """
 FIT = """
 import keras, numpy
@@ -78,7 +61,8 @@ model.fit(numpy.ones((160, 4)), numpy.ones(160), batch_size=8, callbacks=[Check(
 LOGURU = """
 import sys
 from loguru import logger
-{}
+logger.remove()
+logger.add(sys.stderr, serialize=True)
 def train(rate):
     raise ValueError("no number")
 try:
@@ -108,11 +92,6 @@ def hydra(body: str = "pass", line: str = "", file: str = "rate: 0.1") -> str:
 REDUCE = "time.sleep(1)\ndist.all_reduce(torch.ones(3))"
 TRY = f"try:\n    {'; '.join(REDUCE.splitlines())}\n"
 SLOW_SCRIPTS = {
-    "torch, a worker's error": (
-        LOADER.format("raise ValueError(f'sample {number} is broken')", 0),
-        "1: ValueError: Caught ValueError in DataLoader worker process 0. | "
-        "ValueError: sample 0 is broken",
-    ),
     "torch, a worker's lost connection": (
         LOADER.format("raise RuntimeError('connection to the bucket timed out')", 0),
         "1: RuntimeError: Caught RuntimeError in DataLoader worker process 0. | "
@@ -132,10 +111,6 @@ SLOW_SCRIPTS = {
         "1: RuntimeError: Error(s) in loading state_dict for Linear: "
         'Missing key(s) in state_dict: "weight", "bias". | '
         'Unexpected key(s) in state_dict: "other"',
-    ),
-    "torch, an error of a rank": (
-        RANKS.format(60, 1, "raise ValueError('no number')"),
-        "1: ValueError: no number",
     ),
     "torch, an error of a rank that then waits for the others": (
         RANKS.format(60, 0, f"try:\n    1 / 0\nfinally:\n    {'; '.join(REDUCE.splitlines())}"),
@@ -158,15 +133,10 @@ SLOW_SCRIPTS = {
         ),
         "1: KeyError: 'lr' | ... | traceback : Signal 9 (SIGKILL) received by PID ...",
     ),
-    "accelerate, an error": (
-        ACCELERATE.format("raise ValueError('no number')"),
-        "1: ValueError: no number | subprocess.CalledProcessError: ...",
-    ),
     "accelerate, sys.exit with a text": (
-        ACCELERATE.format("sys.exit('no usable samples')"),
+        ACCELERATE,
         "1: no usable samples | subprocess.CalledProcessError: ...",
     ),
-    "transformers, an error behind a progress bar": (TRAINER, "1: ValueError: no number"),
     "Keras, an error behind a progress bar": (FIT, "1: ValueError: no number"),
     "torchrun, a rank that is killed": (
         TORCHRUN.format("os.kill(os.getpid(), signal.SIGKILL)"),
@@ -206,15 +176,9 @@ SLOW_SCRIPTS = {
 # In an environment with more packages.
 MORE = ["hydra-core==1.3.8", "loguru==0.7.3", "wandb==0.31.0"]
 MORE_SCRIPTS = {
-    "loguru": (LOGURU.replace("{}", "", 1), "1: ValueError: no number | ... | ...weights saved"),
     "loguru, JSON": (
-        LOGURU.replace("{}", "logger.remove()\nlogger.add(sys.stderr, serialize=True)", 1),
+        LOGURU,
         "1: ValueError: no number | {...",
-    ),
-    "wandb, an error": (
-        "import wandb\nwandb.init(project='x', mode='offline').log({'loss': 1})\n"
-        "raise ValueError('no number')",
-        "1: ValueError: no number",
     ),
     "wandb, sys.exit with a text": (
         "import sys, wandb\nwandb.init(project='x', mode='offline').log({'loss': 1})\n"
@@ -225,25 +189,13 @@ MORE_SCRIPTS = {
         hydra("raise ValueError('no number')"),
         "1: ValueError: no number",
     ),
-    "Hydra, an unknown setting": (
-        hydra(line="'speed=3'"),
-        "1: hydra.errors.ConfigCompositionException: Could not override 'speed'. | ...",
-    ),
     "Hydra, a wrong command line": (
         hydra(line="'rate=[1'"),
         "1: hydra.errors.OverrideParseException: no viable alternative at input '[1' | ...",
     ),
-    "Hydra, no such group": (
-        hydra(file="defaults: [data: big]"),
-        "1: hydra.errors.MissingConfigException: In 'config': Could not find 'data/big' | ...",
-    ),
     "Hydra, no value": (
         hydra("config.rate", file="rate: ???"),
         "1: omegaconf.errors.MissingMandatoryValue: Missing mandatory value: rate | ...",
-    ),
-    "Hydra, no such reference": (
-        hydra("config.rate", file="rate: ${speed}"),
-        "1: omegaconf.errors.InterpolationKeyError: Interpolation key 'speed' not found | ...",
     ),
     "Hydra, a class that does not exist": (
         hydra("hydra.utils.instantiate(config.model)", file="model: {_target_: nn.Linear}"),
@@ -273,12 +225,6 @@ CUT_OFF = {
         "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:29654', rank=0,"
         " world_size=2, timeout=datetime.timedelta(seconds=1))",
         "1: torch.distributed.DistStoreError: Timed out after ... 1/2 clients joined",
-    ),
-    "torch, rank 0 does not come": (
-        "import datetime, torch.distributed as dist\n"
-        "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:1', rank=1,"
-        " world_size=2, timeout=datetime.timedelta(seconds=1))",
-        "1: torch.distributed.DistNetworkError: The client socket has timed out after ...",
     ),
     "torch, NCCL waits for a rank": (
         NCCL.replace("{}", "Watchdog caught collective operation timeout"),

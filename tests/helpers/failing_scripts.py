@@ -5,12 +5,6 @@
 
 import sys
 
-DEL = """
-class Loader:
-    def __del__(self):
-        raise AssertionError("can only test a child process")
-loader = Loader()
-"""
 HANDLED = """
 import logging, os, sys
 try:
@@ -29,15 +23,16 @@ ctypes.CDLL("libstdc++.so.6")._ZSt21__throw_runtime_errorPKc(text)
 """
 JSON = """
 import logging, sys, tqdm
+sys.tracebacklimit = 100
 from pythonjsonlogger.json import JsonFormatter
 handler = logging.StreamHandler()
 handler.setFormatter(JsonFormatter("%(asctime)s %(levelname)s %(message)s"))
 logging.basicConfig(level="INFO", handlers=[handler])
 def step(depth):
-    return step(depth - 1) if depth else {}['a "b" c']
+    return (step)(depth-1) LONG if depth else {}['a "b" c']
 bar = tqdm.tqdm(range(10))
 try:
-    step(DEPTH)
+    step(50)
 except KeyError:
     logging.exception("can't train")
 logging.info("logs saved")
@@ -59,11 +54,10 @@ async def beat():
 async def main():
     task = asyncio.ensure_future(beat())
     await asyncio.sleep(0.01)
-    {}
+    sys.exit("no usable samples")
 asyncio.run(main())
 """
 SCRIPTS = {
-    "an error": ("raise ValueError('no number')", "1: ValueError: no number"),
     "an error of several lines": (
         "raise ValueError('6 files are missing\\n\\na\\nb\\nc\\nd\\ne\\nf')",
         "1: ValueError: 6 files are missing | a | b | ... | f",
@@ -85,10 +79,6 @@ SCRIPTS = {
         "def f(n):\n    return f(n - 1) if n else 1 / n\nf(50)",
         "1: ZeroDivisionError: division by zero",
     ),
-    "an error behind a progress bar": (
-        "import sys\nsys.stderr.write('Epoch 1:  50%|█████     | 1/2 [00:01<00:01]')\n1 / 0",
-        "1: ZeroDivisionError: division by zero",
-    ),
     "an error behind tqdm's bar": (
         BAR.format("raise ValueError('no number')"),
         "1: ValueError: no number",
@@ -97,31 +87,18 @@ SCRIPTS = {
         BAR.format("sys.exit('no usable samples')"),
         "1; its last line: no usable samples",
     ),
-    "an error in a line of JSON": (
-        JSON.replace("DEPTH", "0"),
-        "1: KeyError: 'a \"b\" c' | {...logs saved...}",
-    ),
     "an error in a long line of JSON": (
-        "import sys\nsys.tracebacklimit = 100\n"
-        + JSON.replace("DEPTH", "50").replace("step(depth - 1)", "(step)(depth-1)" + " " * 200),
+        JSON.replace("LONG", " " * 200),
         "1: KeyError: 'a \"b\" c' | {...logs saved...}",
-    ),
-    "an error, and one in a task that nobody awaits": (
-        TASK.format("raise ValueError('no number')"),
-        "1: ValueError: no number",
     ),
     "sys.exit with a text, and an error in a task that nobody awaits": (
-        TASK.format("sys.exit('no usable samples')"),
+        TASK,
         "1; its last line: no usable samples",
     ),
     "a syntax error": ("print('a'\nx = 1", "1; its last line: SyntaxError: '(' was never closed"),
     "a syntax error in a module": (
         "open('model.py', 'w').write('x = (')\nimport model",
         "1: SyntaxError: '(' was never closed",
-    ),
-    "sys.exit with a text": (
-        "print('step=1', flush=True)\nimport sys\nsys.exit('no usable samples')",
-        "1; its last line: no usable samples",
     ),
     "sys.exit with a number": (
         "print('evaluation begins', flush=True)\nimport sys\nsys.exit(3)",
@@ -146,21 +123,9 @@ SCRIPTS = {
         "import subprocess\nsubprocess.run(['cat', '/no/such/file'], check=True)",
         "1: cat: /no/such/file: No such file or directory | subprocess.CalledProcessError: ...",
     ),
-    "a Python program that fails": (
-        "import subprocess, sys\n"
-        "subprocess.run([sys.executable, '-c', 'raise ValueError(8)'], check=True)",
-        "1: ValueError: 8 | subprocess.CalledProcessError: ... non-zero exit status 1",
-    ),
-    "a command that is not Python": (
-        "import os\nos.execvp('sh', ['sh', '-c', 'cat /no/such/file'])",
-        "1; its last line: cat: /no/such/file: No such file or directory",
-    ),
-    "an error, and one in __del__ at the end": (
-        f"{DEL}raise ValueError('no number')",
-        "1: ValueError: no number",
-    ),
     "sys.exit with a text, and an error in __del__ at the end": (
-        f"{DEL}import sys\nsys.exit('no usable samples')",
+        "import sys\nclass Loader:\n    def __del__(self):\n        raise AssertionError\n"
+        "loader = Loader()\nsys.exit('no usable samples')",
         "1; its last line: no usable samples",
     ),
     "an error, and two in atexit": (
@@ -189,10 +154,6 @@ SCRIPTS = {
         "import logging, sys\nlogging.warning('%d steps', 'many')\nsys.exit('no usable samples')",
         "1; its last line: no usable samples",
     ),
-    "an error that was handled, and another": (
-        f"{HANDLED}raise ValueError('no number')",
-        "1: ValueError: no number",
-    ),
     # The output does not show that the first error was handled: both are quoted.
     "an error that was handled, and sys.exit with a text": (
         f"{HANDLED}sys.exit('no usable samples')",
@@ -201,12 +162,6 @@ SCRIPTS = {
     "an error that was handled long before": (
         f"{HANDLED}print('step\\n' * 1000)\nsys.exit('no usable samples')",
         "1; its last line: no usable samples",
-    ),
-    "an error and advice": (
-        "import atexit\n"
-        "atexit.register(print, '\\nSet HYDRA_FULL_ERROR=1 for a complete stack trace.')\n"
-        "raise ValueError('no number')",
-        "1: ValueError: no number | Set HYDRA_FULL_ERROR=1 for a complete stack trace",
     ),
     "an error in Rich's box": (
         "import rich.traceback\nrich.traceback.install(show_locals=True)\n"

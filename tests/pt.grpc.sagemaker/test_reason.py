@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.failing_frameworks import CUT_OFF, MORE, MORE_SCRIPTS, SLOW, SLOW_SCRIPTS
+from helpers.failing_frameworks import CUT_OFF, MORE, MORE_SCRIPTS, SLOW
 from helpers.failing_scripts import SCRIPTS
 from hetero.process import ENVIRONMENT, LINE_END, REMEMBERED, shortened
 from hetero.reason import reason
@@ -66,26 +66,22 @@ def test_the_reason_is_what_has_ended_the_process(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_the_reason_is_what_has_ended_a_framework_s_process(name: str):
+def test_the_reason_is_found_in_the_stored_output_of_frameworks(name: str):
     check(name, stored(name).read_text())
 
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Python, with MORE packages."""
     return python_with_more(tmp_path_factory.mktemp("more"))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", {**SLOW_SCRIPTS, **CUT_OFF})
-def test_frameworks_still_print_what_is_stored(name: str, tmp_path: Path):
-    check(name, printed(SLOW[name][0], tmp_path))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", MORE_SCRIPTS)
-def test_more_packages_still_print_what_is_stored(name: str, tmp_path: Path, more: str):
-    check(name, printed(SLOW[name][0], tmp_path, more))
+@pytest.mark.parametrize("name", SLOW)
+def test_frameworks_still_print_what_is_stored(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+):
+    python = request.getfixturevalue("more") if name in MORE_SCRIPTS else sys.executable
+    check(name, printed(SLOW[name][0], tmp_path, python))
 
 
 LOST = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer"
@@ -94,49 +90,40 @@ AWS += '  File "train.py", line 3, in <module>\n    main()\nValueError: no numbe
 
 
 @pytest.mark.parametrize(
-    ("output", "written", "expected"),
+    "output, written, expected, was_cut_off",
     [
-        ("step=1", "No usable samples.\n", (": No usable samples", False)),
-        (
-            "",  # as AWS's examples write it
-            AWS,
-            (
-                ": Exception during training: no number | "
-                "Traceback (most recent call last): ValueError: no number",
-                False,
-            ),
-        ),
-        (LOST, "Rank 1 is gone.", (": Rank 1 is gone", True)),
-        ("", LOST, (": Traceback (most recent call last): RuntimeError: ...", True)),
+        ("step=1", "No usable samples.\n", ": No usable samples", False),
+        ("", AWS, ": Exception during training: no number | Traceback (most recent call last): "
+         "ValueError: no number", False),  # as AWS's examples write it
+        (LOST, "Rank 1 is gone.", ": Rank 1 is gone", True),
+        ("", LOST, ": Traceback (most recent call last): RuntimeError: ...", True),
         # Another rank of this host has lost this one, and then written over what this one wrote.
-        (AWS, LOST, (": ValueError: no number", False)),
-        (AWS, " \n--\n", (": ValueError: no number", False)),
-        ("", "x" * 9999, (": " + "x" * 800, False)),
+        (AWS, LOST, ": ValueError: no number", False),
+        (AWS, " \n--\n", ": ValueError: no number", False),
+        ("", "x" * 9999, ": " + "x" * 800, False),
     ],
-)
-def test_what_the_script_itself_has_written_is_the_reason(output, written, expected):
-    why, was_cut_off = reason(output.splitlines(), written)
-    pattern = re.escape(expected[0]).replace(re.escape("..."), ".*")
-    assert re.fullmatch(pattern, why) and was_cut_off == expected[1]
+)  # fmt: skip
+def test_what_the_script_itself_has_written_is_the_reason(
+    output: str, written: str, expected: str, was_cut_off: bool
+):
+    why, cut_off = reason(output.splitlines(), written)
+    pattern = re.escape(expected).replace(re.escape("..."), ".*")
+    assert re.fullmatch(pattern, why) and cut_off == was_cut_off
 
 
 def main() -> None:
-    """Store the slow scripts' output, without the names of this machine's folders."""
-    with tempfile.TemporaryDirectory() as folder:
-        store(python_with_more(Path(folder)))
-
-
-def store(more: str) -> None:
-    """Store the output, of some scripts in an environment with more packages."""
-    for name, (script, _) in SLOW.items():
-        if sys.argv[1:] and name not in sys.argv:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
+    """Store the slow scripts' output, or of those named, without this machine's folders."""
+    with tempfile.TemporaryDirectory() as environment:
+        more = python_with_more(Path(environment))
+        for name in sys.argv[1:] or SLOW:
             python = more if name in MORE_SCRIPTS else sys.executable
-            output = printed(script, Path(folder), python).replace(folder, "/opt/ml/code")
-        output = re.sub(r"[\w/.]+/site-packages/", "/site-packages/", output)
-        output = re.sub(r"[\w/.]+(/lib/python3\.\d+/|/bin/python)", r"/usr\1", output)
-        stored(name).write_text(output)
+            with tempfile.TemporaryDirectory() as folder:
+                output = printed(SLOW[name][0], Path(folder), python).replace(
+                    folder, "/opt/ml/code"
+                )
+            output = re.sub(r"[\w/.]+/site-packages/", "/site-packages/", output)
+            output = re.sub(r"[\w/.]+(/lib/python3\.\d+/|/bin/python)", r"/usr\1", output)
+            stored(name).write_text(output)
 
 
 if __name__ == "__main__":
