@@ -75,10 +75,6 @@ SCRIPTS = {
         "    raise RuntimeError('epoch 3 failed') from error",
         "1: RuntimeError: epoch 3 failed (after ValueError: invalid literal for int() ...: 'x')",
     ),
-    "an error in recursion": (
-        "def f(n):\n    return f(n - 1) if n else 1 / n\nf(50)",
-        "1: ZeroDivisionError: division by zero",
-    ),
     "an error behind tqdm's bar": (
         BAR.format("raise ValueError('no number')"),
         "1: ValueError: no number",
@@ -96,10 +92,6 @@ SCRIPTS = {
         "1; its last line: no usable samples",
     ),
     "a syntax error": ("print('a'\nx = 1", "1; its last line: SyntaxError: '(' was never closed"),
-    "a syntax error in a module": (
-        "open('model.py', 'w').write('x = (')\nimport model",
-        "1: SyntaxError: '(' was never closed",
-    ),
     "sys.exit with a number": (
         "print('evaluation begins', flush=True)\nimport sys\nsys.exit(3)",
         "3; its last line: evaluation begins",
