@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,11 +279,19 @@ def log_of(jobs: Jobs, train: str, *args, **settings) -> list[str]:
     return log
 
 
-def reason_of(jobs: Jobs, train: str, *args, **settings) -> str:
-    """Call `run_programs`; the job must be Failed. Return its FailureReason."""
-    job, _ = run_programs(jobs, train, *args, **settings)
-    assert job["TrainingJobStatus"] == "Failed"
-    return job["FailureReason"]
+def a_host(folder: Path, groups: dict[str, list[str]], **config) -> dict[str, str]:
+    """Make this machine a host whose files are in `folder`; return its launcher's environment."""
+    given = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "lo"}
+    if groups:  # the first is the host's own
+        given["current_group_name"] = own = next(iter(groups))
+        given["current_host"] = groups[own][0]
+        given["instance_groups"] = [
+            {"instance_group_name": name, "hosts": hosts} for name, hosts in groups.items()
+        ]
+    path = folder / "input" / "config" / "resourceconfig.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({**given, **config}))
+    return {**os.environ, "SAGEMAKER_BASE_DIR": str(folder), "PYTHONPATH": str(CODE)}
 
 
 def after_steps(job: Running) -> None:
