@@ -41,11 +41,20 @@ class Failure:
 
 
 MAIN = "hetero.main(['train.py'])"
-# Servers ignore their first restarts here, because each run is long enough.
-KNOWN = "RESTARTS, HEALTHY_SECONDS, ALL_RESTARTS = 3, 60, 50"
-MEMBER = (CODE / "hetero" / "member.py").read_text()
-assert KNOWN in MEMBER
-SOON_ENOUGH = {"hetero/member.py": MEMBER.replace(KNOWN, KNOWN.replace("60, 50", "0, 2"))}
+
+
+def member(old: str, new: str) -> dict[str, str]:
+    """Return the file of hetero/ that restarts servers, with a change."""
+    text = (CODE / "hetero" / "member.py").read_text()
+    assert text.count(old) == 1
+    return {"hetero/member.py": text.replace(old, new)}
+
+
+# Each run of a server is long enough to reset the count of restarts in a row.
+RESETS = member(
+    "HEALTHY_SECONDS, ALL_RESTARTS = 3, 60, 50", "HEALTHY_SECONDS, ALL_RESTARTS = 3, 0, 2"
+)
+AT_ONCE = member("pause = 2 ** (failures - 1)", "pause = 0")  # helpers/endings.py has the pauses
 FREEZES_EARLY = """
 import signal, socket
 if (cluster.group, cluster.rank) == ("dnn_group", 0):
@@ -204,11 +213,12 @@ THOROUGH = {
 FAILURES = {
     "a data server that the job needs": Failure(
         rf"On {DATA}, .*, 4 times\. The job cannot do without it\.", options="--needed first",
+        files=AT_ONCE,
         serve="import os, time\nif os.environ['HETERO_FIRST'] == '1':\n    1 / 0\ntime.sleep(100)",
     ),
     "data servers that die now and then are not restarted for ever": Failure(
         rf"On {DATA}, feed.server exited with status 0, 3 times\. No data host is left\.",
-        serve="", files=SOON_ENOUGH,
+        serve="", files=RESETS,
     ),
     "a long error is cut": Failure(
         rf"On {DNN}, train.py exited with status 1: ValueError: xxxx.*",
@@ -318,8 +328,8 @@ def test_a_server_beside_the_training_may_end_and_never_outlives_it(jobs: Jobs):
         "import hetero, time\ncluster = hetero.read_cluster()\nprint(cluster.group, flush=True)\n"
         "time.sleep(0 if (cluster.group, cluster.rank) == ('dnn_group', 0) else 100)"
     )
-    train = "import time\ntime.sleep(20)\nprint('trained')"
-    log = log_of(jobs, train, "--spare-cores 1", serve)
+    train = "import time\ntime.sleep(12)\nprint('trained')"
+    log = log_of(jobs, train, "--spare-cores 1", serve, AT_ONCE)
     assert log.count("dnn_group") == 5 and log.count("trained") == 2
     said = r"hetero: On .* \(dnn_group\), feed.server exited with status 0, 4 times\. It will not"
     assert sum(bool(re.match(said, line)) for line in log) == 1
