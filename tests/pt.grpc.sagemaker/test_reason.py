@@ -1,8 +1,9 @@
-"""What the runtime says about a failed process: scripts, and the sentence for each.
+"""What the runtime says about a failed process: the scripts in failing/, and what is said of each.
 
-Scripts without a framework run each time. The others take seconds each, so only the thorough test
-runs them; another test reads their output from printed/. Some need packages that nothing else here
-needs, so they run in an environment of their own. To store this output again:
+There, "..." stands for any text. Those in scripts.txt run each time. The others take seconds each,
+so only the thorough test runs them; another test reads their output from printed/. Those in
+more.txt need packages that nothing else here needs, so they run in an environment of their own, and
+those in lost.txt have not failed by themselves, but lost another rank. To store the output again:
 
     PYTHONPATH=tests:pt.grpc.sagemaker/code python tests/pt.grpc.sagemaker/test_reason.py
 """
@@ -17,10 +18,22 @@ from pathlib import Path
 
 import pytest
 
-from helpers.failing_frameworks import CUT_OFF, MORE, MORE_SCRIPTS, SLOW
-from helpers.failing_scripts import SCRIPTS
 from hetero.process import ENVIRONMENT, LINE_END, REMEMBERED, shortened
 from hetero.reason import reason
+
+MORE = ["hydra-core==1.3.8", "loguru==0.7.3", "wandb==0.31.0"]
+
+
+def sections(name: str) -> dict[str, tuple[str, str]]:
+    """Read a file in failing/: the script and the sentence, by the title."""
+    text = (Path(__file__).parent / "failing" / f"{name}.txt").read_text()
+    found = re.findall(r"^=== (.*)\n((?:.*\n)*?)--- (.*)\n", text, re.M)
+    return {title: (script, sentence) for title, script, sentence in found}
+
+
+INCLUDED = sections("included")
+SCRIPTS, FRAMEWORKS, MORE_SCRIPTS, LOST = map(sections, ("scripts", "frameworks", "more", "lost"))
+SLOW = {**FRAMEWORKS, **MORE_SCRIPTS, **LOST}
 
 
 def stored(name: str) -> Path:
@@ -41,6 +54,7 @@ def python_with_more(folder: Path) -> str:
 
 def printed(script: str, folder: Path, python: str = sys.executable) -> str:
     """Run a script as train.py; return its output, and its exit status as the last line."""
+    script = re.sub(r"#include (\w+)\n", lambda line: INCLUDED[line[1]][0], script)
     (folder / "train.py").write_text(script)
     # PYTHONUNBUFFERED as in AWS's images, the others as the runtime starts each process.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **ENVIRONMENT}
@@ -57,7 +71,7 @@ def check(name: str, output: str) -> None:
     _, sentence = {**SCRIPTS, **SLOW}[name]
     pattern = re.escape(sentence).replace(re.escape("..."), ".*")
     assert re.fullmatch(pattern, f"{status.decode()}{why}"), why
-    assert was_cut_off == (name in CUT_OFF)
+    assert was_cut_off == (name in LOST)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -84,7 +98,7 @@ def test_frameworks_still_print_what_is_stored(
     check(name, printed(SLOW[name][0], tmp_path, python))
 
 
-LOST = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer"
+PEER = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer"
 AWS = "Exception during training: no number\nTraceback (most recent call last):\n"
 AWS += '  File "train.py", line 3, in <module>\n    main()\nValueError: no number\n'
 
@@ -95,10 +109,10 @@ AWS += '  File "train.py", line 3, in <module>\n    main()\nValueError: no numbe
         ("step=1", "No usable samples.\n", ": No usable samples", False),
         ("", AWS, ": Exception during training: no number | Traceback (most recent call last): "
          "ValueError: no number", False),  # as AWS's examples write it
-        (LOST, "Rank 1 is gone.", ": Rank 1 is gone", True),
-        ("", LOST, ": Traceback (most recent call last): RuntimeError: ...", True),
+        (PEER, "Rank 1 is gone.", ": Rank 1 is gone", True),
+        ("", PEER, ": Traceback (most recent call last): RuntimeError: ...", True),
         # Another rank of this host has lost this one, and then written over what this one wrote.
-        (AWS, LOST, ": ValueError: no number", False),
+        (AWS, PEER, ": ValueError: no number", False),
         (AWS, " \n--\n", ": ValueError: no number", False),
         ("", "x" * 9999, ": " + "x" * 800, False),
     ],
