@@ -314,21 +314,20 @@ def is_of_a_job(pid: int) -> bool:
         return True
 
 
-def left_behind(job: Running) -> list:
-    """List what is left of a job that has ended: processes, its folder, ports in use."""
+def assert_nothing_left(job: Running) -> None:
+    """Wait until nothing is left of a job that has ended: processes, its folder, ports in use."""
     ports = range(job.first_port(), job.first_port() + 50)
     folder = Path(job.environment["SAGEMAKER_BASE_DIR"]).parents[2]
-    listening = [
-        connection.laddr
-        for connection in psutil.net_connections("tcp")
-        if connection.laddr.port in ports
-        and connection.status == psutil.CONN_LISTEN
-        # A job that has started in the meantime may have the same ports.
-        and not is_of_a_job(connection.pid)
-    ]
-    return [*job.processes(), *filter(Path.exists, [folder]), *listening]
 
+    def left() -> list:
+        listening = [
+            connection.laddr
+            for connection in psutil.net_connections("tcp")
+            if connection.laddr.port in ports
+            and connection.status == psutil.CONN_LISTEN
+            # A job that has started in the meantime may have the same ports.
+            and not is_of_a_job(connection.pid)
+        ]
+        return [*job.processes(), *filter(Path.exists, [folder]), *listening]
 
-def assert_nothing_left(job: Running) -> None:
-    """Wait until nothing is left of a job that has ended; cleaning up takes a moment."""
-    wait_until_gone(lambda: left_behind(job))
+    wait_until_gone(left)
