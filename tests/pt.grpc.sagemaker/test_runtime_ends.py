@@ -40,9 +40,6 @@ class Failure:
     everywhere: bool = False  # whether each host says it
 
 
-MAIN = "hetero.main(['train.py'])"
-
-
 def member(old: str, new: str) -> dict[str, str]:
     """Return the file of hetero/ that restarts servers, with a change."""
     text = (CODE / "hetero" / "member.py").read_text()
@@ -51,9 +48,7 @@ def member(old: str, new: str) -> dict[str, str]:
 
 
 # Each run of a server is long enough to reset the count of restarts in a row.
-RESETS = member(
-    "HEALTHY_SECONDS, ALL_RESTARTS = 3, 60, 50", "HEALTHY_SECONDS, ALL_RESTARTS = 3, 0, 2"
-)
+RESETS = member("ALL_RESTARTS = 3, 60, 50", "ALL_RESTARTS = 3, 0, 2")
 AT_ONCE = member("pause = 2 ** (failures - 1)", "pause = 0")  # helpers/endings.py has the pauses
 FREEZES_EARLY = """
 import signal, socket
@@ -81,17 +76,17 @@ async def told_first(member):
 Member.join = told_first
 hetero.main(["train.py"])
 """
-OTHER_TOKEN = f"""
+OTHER_TOKEN = """
 import hetero.member
 if cluster.group == "data_group":
     hetero.member.TOKEN = "x"
-{MAIN}
+hetero.main(["train.py"])
 """
-LEADER_BUG = f"""
+LEADER_BUG = """
 from hetero import leader
 receive = leader.receive
-{{bug}}
-{MAIN}
+{bug}
+hetero.main(["train.py"])
 """
 LATE_BUG = (
     "leader.receive = lambda reader, seconds: receive(reader, seconds) if seconds < 9 else 1/0"
