@@ -1,6 +1,7 @@
 """hello world's preflight.py: what it finds on healthy hosts and on hosts with faults."""
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import boto3
@@ -11,117 +12,108 @@ from helpers.jobs import READ_CONFIG, Jobs
 from shared import monitoring
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-CODE = Path(__file__).parents[2] / "hello.world.sagemaker" / "code"
-PREFLIGHT = (CODE / "preflight.py").read_text()
+PREFLIGHT = Path(__file__).parents[2] / "hello.world.sagemaker" / "code" / "preflight.py"
 GROUPS = {"data_group": ("ml.c6i.8xlarge", 1), "dnn_group": ("ml.g5.xlarge", 1)}
-SECURITY_GROUP = "the job's security group must allow all traffic from itself."
+DATA, DNN = (rf"On algo-\d \({group}\): " for group in GROUPS)
 
 
-def changed(text: str = PREFLIGHT, **values: object) -> str:
-    """Return preflight.py with other values of its constants."""
-    for name, value in values.items():
-        text, count = re.subn(
-            rf"^([A-Z_, ]*\b{name}\b[A-Z_, ]* = .*)$",
-            rf"\1\n{name} = {value!r}".replace("PosixPath", "Path"),
-            text,
-            flags=re.M,
-        )
-        assert count == 1, name
-    return text
+@dataclass
+class Preflight:
+    """A job of preflight.py, what is changed in it, and what it must find.
+
+    Jobs that only test connections find no `frameworks`, and so save the seconds to import them.
+    """
+
+    reason: str = ""  # a regular expression for a part of the FailureReason; "" if it completes
+    lines: list[str] | None = None  # regular expressions for all failures below the table
+    rows: dict[str, list[str]] = field(default_factory=dict)  # some of the table's
+    constants: dict[str, object] = field(default_factory=dict)
+    changes: list[tuple[str, str, str]] = field(default_factory=list)  # (group, old, new)
+    frameworks: tuple[str, ...] = ()
+    before: str = ""  # lines of Python that hosts run first
+    groups: dict | None = field(default_factory=lambda: GROUPS)
+    token: str = "secret"
+    command: str = "exec python preflight.py"
+    seconds: float | None = None  # the longest time until the first failure, or the end
+
+    def start(self, jobs: Jobs) -> str:
+        """Start the job, and return its name."""
+        text = PREFLIGHT.read_text()
+        for name in {"torch", "tensorflow"} - {*self.frameworks}:
+            find = f'importlib.util.find_spec("{name}")'
+            assert find in text
+            text = text.replace(find, "None")
+        for name, value in self.constants.items():
+            line = rf"^([A-Z_, ]*\b{name}\b[A-Z_, ]* = .*)$"
+            text, count = re.subn(line, rf"\1\n{name} = {value}", text, flags=re.M)
+            assert count == 1, name
+        before = f"{READ_CONFIG}{self.before}\npath = pathlib.Path('preflight.py')\n"
+        for group, old, new in self.changes:
+            assert text.count(old) == 1, old
+            before += f"if group == {group!r}:\n"
+            before += f"    path.write_text(path.read_text().replace({old!r}, {new!r}))\n"
+        files = {"preflight.py": text, "before.py": before}
+        environment = {"HETERO_TOKEN": self.token} if self.token else {}
+        command = f"python before.py; {self.command}"
+        return jobs.create(files, command, self.groups, environment=environment)
 
 
-def without(text: str, *frameworks: str) -> str:
-    """Return preflight.py as it runs in an image without these frameworks."""
-    for name in frameworks:
-        find = f'importlib.util.find_spec("{name}")'
-        assert find in text
-        text = text.replace(find, "None")
-    return text
+@dataclass
+class Found:
+    """What the leader of a preflight that has ended printed. (Others print less.)"""
 
+    job: dict
 
-def start(
-    jobs: Jobs, text: str = PREFLIGHT, groups: dict | None = GROUPS, before: str = "", **settings
-) -> str:
-    """Start a preflight on hosts that run the Python lines `before` first; return its name."""
-    files = {"preflight.py": text, "before.py": f"{READ_CONFIG}\n{before}"}
-    settings.setdefault("environment", {"HETERO_TOKEN": "secret"})
-    command = "python before.py; exec python preflight.py"
-    return jobs.create(files, settings.pop("command", command), groups, **settings)
+    def lines(self) -> list[str]:
+        """Return the lines from the first one of preflight.py, the table, and what is below."""
+        lines = monitoring.logs(self.job["TrainingJobName"])
+        table = [line for line in lines if re.match(r"ports reached  ", line.text)]
+        texts = [line.text for line in lines if line.host == table[0].host]
+        return texts[next(i for i, text in enumerate(texts) if text.startswith("host=")) :]
 
+    def failures(self) -> list[str]:
+        """Return the failures below the table, unwrapped."""
+        text = "\n".join(self.lines()).split("\npreflight: ")[0]
+        found = re.findall(r"^FAILED  (.*(?:\n {8}.*)*)", text, re.MULTILINE)
+        return [re.sub(r"\s+", " ", sentence) for sentence in found]
 
-def replace(old: str, new: str, group: str) -> str:
-    """Return lines for `before` that change `old` to `new` in preflight.py on hosts of `group`."""
-    assert PREFLIGHT.count(old) == 1, old
-    return (
-        f"path = pathlib.Path('preflight.py')\nif group == {group!r}:\n"
-        f"    path.write_text(path.read_text().replace({old!r}, {new!r}))\n"
-    )
-
-
-def said(job: dict) -> list[str]:
-    """Return what the leader printed: the table and the failures. (Others print less.)"""
-    lines = monitoring.logs(job["TrainingJobName"])
-    table = [line for line in lines if re.match(r"ports reached  ", line.text)]
-    texts = [line.text for line in lines if line.host == table[0].host]
-    return texts[next(i for i, text in enumerate(texts) if text.startswith("host=")) :]
-
-
-def failures(job: dict) -> list[str]:
-    """Return the failures below the table, unwrapped."""
-    text = "\n".join(said(job)).split("\npreflight: ")[0]
-    found = re.findall(r"^FAILED  (.*(?:\n {8}.*)*)", text, re.MULTILINE)
-    return [re.sub(r"\s+", " ", sentence) for sentence in found]
-
-
-def row(job: dict, label: str) -> list[str]:
-    """Return the cells of one row of the table."""
-    line = next(line for line in said(job) if line.startswith(f"{label}  "))
-    return re.split(r"\s{2,}", line)[1:]
+    def row(self, label: str) -> list[str]:
+        """Return the cells of one row of the table."""
+        line = next(line for line in self.lines() if line.startswith(f"{label}  "))
+        return re.split(r"\s{2,}", line)[1:]
 
 
 def test_healthy_hosts(jobs: Jobs):
     groups = {"data_group": ("ml.c6i.8xlarge", 1), "dnn_group": ("ml.g5.xlarge", 2)}
-    warn = "import atexit; atexit.register(print, 'a warning, as from torchrun')"
-    text = PREFLIGHT.replace("import torch\n", f"import torch; {warn}\n")  # printed last
-    job = jobs.wait(start(jobs, text, groups))
+    # A line that is printed last, as torchrun prints some.
+    warn = "import torch; import atexit; atexit.register(print, 'a warning')\n"
+    changes = [(group, "import torch\n\n", warn) for group in groups]
+    job = jobs.wait(Preflight(groups=groups, changes=changes, frameworks=("torch",)).start(jobs))
     assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
-    assert row(job, "instance type") == ["ml.c6i.8xlarge", "ml.g5.xlarge", "ml.g5.xlarge"]
+    row, said = Found(job).row, Found(job).lines()
+    assert row("instance type") == ["ml.c6i.8xlarge", "ml.g5.xlarge", "ml.g5.xlarge"]
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    assert row(job, "sees") == [f"0 GPUs, {cuda}"] * 3
-    assert all(cell.startswith("PyTorch 2.") for cell in row(job, "framework"))
-    assert row(job, "ports reached") == ["8 of 8"] * 3
-    data_host = row(job, "host")[0]
-    speeds = row(job, f"data from {data_host}")
+    assert row("sees") == [f"0 GPUs, {cuda}"] * 3
+    assert all(cell.startswith("PyTorch 2.") for cell in row("framework"))
+    assert row("ports reached") == ["8 of 8"] * 3
+    speeds = row(f"data from {row('host')[0]}")
     assert speeds[0] == "-" and all(re.fullmatch(r"\d+\.\d\d GB/s", cell) for cell in speeds[1:])
-    sums = row(job, "all-reduce")
+    sums = row("all-reduce")
     assert sums[0] == "-" and all(re.match(r"gloo, 2 ranks, \d", cell) for cell in sums[1:])
-    assert said(job)[-2] == "All checks passed."
+    assert said[-2] == "All checks passed."
     assert sum("ends" in line for line in jobs.log(job["TrainingJobName"])) == 3  # log.py waits
-    assert max(map(len, said(job))) <= 105
+    assert max(map(len, said)) <= 105
 
 
-@pytest.mark.thorough
-def test_one_host_without_instance_groups(jobs: Jobs):
-    job = jobs.wait(start(jobs, groups=None, environment={}))
-    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
-    assert row(job, "all-reduce") == ["gloo, alone: works"]
-
-
-@pytest.mark.parametrize("text", ["raise ImportError('no libcudart.so.13')", "print('{}')[0]"])
-def test_a_framework_that_does_not_load(jobs: Jobs, text: str):
-    broken = f'pathlib.Path("torch.py").write_text({text!r})'
-    job = jobs.wait(start(jobs, groups=None, environment={}, before=broken))
-    assert job["TrainingJobStatus"] == "Failed"
-    [sentence] = failures(job)
-    assert re.search(r"the framework does not load \(.*Error: .*\): use another image\.", sentence)
-
-
-NVIDIA_SMI = """
-#!/bin/sh
-[ "$1" = --list-gpus ] && echo "GPU 0: NVIDIA A10G (UUID: GPU-1)" || echo "NVIDIA A10G, 470.1.2"
-"""
-TAKE_PORT = """
+# Faults of the host itself. Its driver is too old for the CUDA of the data host's PyTorch, and the
+# other's PyTorch has no CUDA; for lack of its network interface, the all-reduce fails, too.
+FAULTS = """
 import subprocess, sys
+smi = pathlib.Path("nvidia-smi")
+smi.write_text('''#!/bin/sh
+[ "$1" = --list-gpus ] && echo "GPU 0: NVIDIA A10G (UUID: GPU-1)" || echo "NVIDIA A10G, 470.1.2"
+''')
+smi.chmod(0o755)
 local = json.loads(os.environ["LOCAL_SAGEMAKER"])
 address = local["addresses"][config["current_host"]], local["base_port"] + 2
 taken = f"import socket, time; s = socket.create_server({address}); print(1); time.sleep(100)"
@@ -129,112 +121,6 @@ if group == "data_group":
     child = subprocess.Popen([sys.executable, "-u", "-c", taken], stdout=subprocess.PIPE)
     child.stdout.readline()
 """
-
-
-def test_what_is_wrong_with_a_host_itself(jobs: Jobs):
-    """Several faults at once; the all-reduce fails for lack of its network interface, too.
-
-    The driver is too old for the CUDA of the data host's PyTorch; the other's PyTorch has no CUDA.
-    """
-    wrong_interface = replace('config["network_interface_name"]', '"eth7"', "dnn_group")
-    smi = f"""
-pathlib.Path("nvidia-smi").write_text({NVIDIA_SMI.lstrip()!r})
-os.chmod("nvidia-smi", 0o755)
-"""
-    cuda = replace("torch.version.cuda", "'13.0'", "data_group")
-    cuda += replace("torch.version.cuda", "None", "dnn_group")
-    command = "python before.py; PATH=$PWD:$PATH exec python preflight.py"
-    text = changed(SHM_MIB=1 << 30, COMPATIBILITY=Path("/proc"))
-    name = start(jobs, text, before=smi + cuda + wrong_interface + TAKE_PORT, command=command)
-    job = jobs.wait(name)
-    assert job["TrainingJobStatus"] == "Failed"
-    found = "\n".join(failures(job))
-    data, dnn = (rf"On algo-\d \({group}\): " for group in GROUPS)
-    for sentence in (
-        data + r"1 GPU\(s\), driver 470\.1\.2, but PyTorch 2\.\S+ \(CUDA 13\.0\) sees 0: put env "
-        r"LD_LIBRARY_PATH=/proc:\$LD_LIBRARY_PATH before python in the job's command, or use an "
-        r"image with an older CUDA, which this driver supports\.",
-        data + r"/dev/shm has \d+ MiB, and the examples need 1073741824: start fewer worker",
-        data + r"another program listens on port \d+2: use an image that does not start it, or",
-        dnn + r"1 GPU\(s\), driver 470\.1\.2, but PyTorch 2\.\S+ \(no CUDA\) sees 0: use an image "
-        r"for GPUs\.",
-        dnn + r"/dev/shm has",
-        dnn + r"no network interface is named eth7, only lo.*: have the launcher set GLOO_SOCKET_",
-        dnn + r"the all-reduce \(gloo\) failed, .*eth7.*: use another image\.",
-    ):
-        assert re.search(sentence, found), (sentence, found)
-    assert row(job, "GPUs") == ["1 x NVIDIA A10G"] * 2
-    assert row(job, "driver") == ["470.1.2"] * 2
-    assert row(job, "all-reduce") == ["-", "FAILED"]
-    first = failures(job)[0]
-    assert job["FailureReason"].startswith(f"AlgorithmError: {first}")
-    assert len(failures(job)) == 7  # no host tries the port that is taken
-
-
-# The jobs below test connections, and save the seconds that importing PyTorch takes.
-FAST = without(PREFLIGHT, "torch", "tensorflow")
-ADDRESS = "return self.addresses.get(host, host)"
-
-
-def test_a_host_that_another_does_not_reach(jobs: Jobs):
-    """The data host reaches the leader, but not vice versa, as with one-sided network rules."""
-    elsewhere = 'return "127.255.255.1" if host != self.here else self.addresses[host]'
-    text = changed(FAST, REACH_SECONDS=2)
-    job = jobs.wait(start(jobs, text, before=replace(ADDRESS, elsewhere, "dnn_group")))
-    found = failures(job)
-    assert len(found) == 4 + 1  # its ports, and its data
-    for sentence in found:
-        assert re.match(r"On algo-\d \(dnn_group\): ", sentence)
-        assert sentence.endswith(f", Connection refused: {SECURITY_GROUP}")
-    assert re.search(r"port \d+ of algo-\d \(data_group\) cannot be reached", found[0])
-    assert "no data comes from" in found[-1]
-    assert row(job, "ports reached") == ["4 of 4", "0 of 4"]
-    assert row(job, "all-reduce") == ["-", "not checked: no PyTorch"]
-
-
-def test_a_name_that_does_not_resolve(jobs: Jobs):
-    before = replace(ADDRESS, 'return "nowhere.invalid"', "data_group")
-    job = jobs.wait(start(jobs, changed(FAST, RESOLVE_SECONDS=2), before=before))
-    assert re.search(
-        r"On algo-\d \(data_group\): algo-\d \(dnn_group\) cannot be reached, its name does not "
-        r"resolve within 2 s: enable DNS resolution and hostnames in the VPC\.",
-        job["FailureReason"],
-    )
-    # SageMaker tells the leader that a host has ended, so it stops waiting.
-    assert re.match(r"algo-\d \(data_group\) did not report, or has ended", failures(job)[0])
-    assert job["TrainingTimeInSeconds"] < 30
-
-
-@pytest.mark.thorough
-def test_a_host_that_does_not_come(jobs: Jobs):
-    before = "import time\nif group == 'data_group': time.sleep(6)"
-    job = jobs.wait(start(jobs, changed(FAST, JOIN_SECONDS=2), before=before))
-    assert re.search(r"algo-\d \(data_group\) did not report", job["FailureReason"])
-    assert failures(job)[0].endswith(f"see its log; {SECURITY_GROUP}")
-    assert row(job, "vCPUs usable")[0] == "-"  # the data host's
-
-
-DIES = "os._exit(3)"
-HANGS = (  # until it is killed, as SageMaker would do after two minutes
-    'subprocess.Popen(["/bin/sh", "-c", f"sleep 20; kill -KILL {os.getpid()}"], '
-    "start_new_session=True), os.kill(os.getpid(), signal.SIGSTOP)"
-)
-
-
-@pytest.mark.parametrize("ends", [DIES, HANGS], ids=["dies", "hangs"])
-@pytest.mark.thorough
-def test_a_host_that_is_lost_on_the_way(ends: str, jobs: Jobs):
-    """It is lost when it should send data. The leader soon shows what it has found so far."""
-    old = 'if ask == "exchange":'
-    new = f'if ask == "bytes": {ends}\n            {old}'
-    text = changed(FAST, CHECK_SECONDS=4, REACH_SECONDS=1, ANSWER_SECONDS=2)
-    job = jobs.wait(start(jobs, text, before=replace(old, new, "data_group")))
-    shown = [line.time for line in monitoring.logs(job["TrainingJobName"]) if "FAILED" in line.text]
-    assert (shown[0] - job["TrainingStartTime"]).total_seconds() < 16
-    assert "-" not in row(job, "vCPUs usable") + row(job, "ports reached")
-    assert re.match(r"algo-\d \(data_group\) did not report, or has ended", failures(job)[0])
-
-
 STRANGERS = """
 import subprocess, sys
 local = json.loads(os.environ["LOCAL_SAGEMAKER"])
@@ -259,48 +145,124 @@ if group == "data_group":
     child = subprocess.Popen([sys.executable, "-c", strangers], stdout=subprocess.PIPE)
     child.stdout.readline()
 """
+BREAK = "pathlib.Path('torch.py').write_text({!r})"
+ALONE = {"groups": None, "token": "", "frameworks": ("torch", "tensorflow")}
+ADDRESS, EXCHANGE = "return self.addresses.get(host, host)", 'if ask == "exchange":'
+# The data host reaches the leader, but not vice versa, as with one-sided network rules.
+ELSEWHERE = 'return "127.255.255.1" if host != self.here else self.addresses[host]'
+REFUSED = r", Connection refused: the job's security group must allow all traffic from itself\.$"
+UNREACHED = rf"{DNN}port \d+ of algo-\d \(data_group\) cannot be reached{REFUSED}"
+ABSENT = r"algo-\d \(data_group\) did not report, or has ended: see its log; the job's security g"
+# A host is lost when it should send data. One that hangs is killed, as SageMaker would do later.
+DIES, HANGS = ([("data_group", EXCHANGE, f'if ask == "bytes": {end}\n            {EXCHANGE}')]
+    for end in ("os._exit(3)", 'subprocess.Popen(["/bin/sh", "-c", f"sleep 20; kill -KILL '
+                '{os.getpid()}"], start_new_session=True), os.kill(os.getpid(), signal.SIGSTOP)')
+)  # fmt: skip
+BOTH = {"instance type": ["ml.c6i.8xlarge", "ml.g5.xlarge"], "ports reached": ["4 of 4"] * 2}
+SOON = {"CHECK_SECONDS": 4, "REACH_SECONDS": 1, "ANSWER_SECONDS": 2}
+THOROUGH = {
+    "one host without instance groups": Preflight(
+        lines=[], rows={"all-reduce": ["gloo, alone: works"]}, **ALONE
+    ),
+    "a host that does not come": Preflight(
+        "did not report", [ABSENT], {"instance type": ["-", "ml.g5.xlarge"]}, {"JOIN_SECONDS": 2},
+        before="import time\nif group == 'data_group': time.sleep(6)",
+    ),
+    "a host that dies": Preflight("did not report", [ABSENT], BOTH, SOON, DIES, seconds=16),
+    "a host that hangs": Preflight(
+        "did not report", [ABSENT, f"{DNN}no data comes from "], BOTH, SOON, HANGS, seconds=16
+    ),
+    # As with an image for CPUs; without the map of addresses, as on AWS.
+    "a GPU instance without GPU": Preflight(
+        DNN + "ml.g5.xlarge has GPUs, but nvidia-smi lists none: use an image for GPUs.", None,
+        {"all-reduce": ["not checked: no PyTorch"]}, frameworks=("tensorflow",),
+        groups={"dnn_group": ("ml.g5.xlarge", 1)},
+        command="unset LOCAL_SAGEMAKER; exec python preflight.py",
+    ),
+}  # fmt: skip
+OFTEN = {
+    "a framework that does not load": Preflight(
+        r"the framework does not load \(.*ImportError: .*\): use another image\.", [""],
+        before=BREAK.format("raise ImportError('no libcudart.so.13')"), **ALONE,
+    ),
+    "a framework that prints a line and does not load": Preflight(
+        r"the framework does not load \(.*TypeError: .*\): use another image\.", [""],
+        before=BREAK.format("print('{}')[0]"), **ALONE,
+    ),
+    "hosts with faults": Preflight(
+        rf"AlgorithmError: {DATA}1 GPU\(s\), driver 470",
+        [
+            DATA + r"1 GPU\(s\), driver 470\.1\.2, but PyTorch 2\.\S+ \(CUDA 13\.0\) sees 0: "
+            r"put env LD_LIBRARY_PATH=/proc:\$LD_LIBRARY_PATH before python in the job's command, "
+            r"or use an image with an older CUDA, which this driver supports\.",
+            DATA + r"/dev/shm has \d+ MiB, and the examples need 1073741824: start fewer worker",
+            DATA + r"another program listens on port \d+2: use an image that does not start it, or",
+            DNN + r"1 GPU\(s\), driver 470\.1\.2, but PyTorch 2\.\S+ \(no CUDA\) sees 0: use an "
+            r"image for GPUs\.",
+            DNN + r"/dev/shm has",
+            DNN + r"no network interface is named eth7, only lo.*: have the launcher set GLOO_",
+            DNN + r"the all-reduce \(gloo\) failed, .*eth7.*: use another image\.",
+        ],  # no host tries the port that is taken
+        {"GPUs": ["1 x NVIDIA A10G"] * 2, "driver": ["470.1.2"] * 2, "all-reduce": ["-", "FAILED"]},
+        {"SHM_MIB": 1 << 30, "COMPATIBILITY": "Path('/proc')"},
+        [("data_group", "torch.version.cuda", "'13.0'"),
+         ("dnn_group", "torch.version.cuda", "None"),
+         ("dnn_group", 'config["network_interface_name"]', '"eth7"')],
+        ("torch",), FAULTS, command="PATH=$PWD:$PATH exec python preflight.py",
+    ),
+    "a host that another does not reach": Preflight(
+        UNREACHED[:-1], [*[UNREACHED] * 4, rf"{DNN}no data comes from .*{REFUSED}"],
+        {"ports reached": ["4 of 4", "0 of 4"], "all-reduce": ["-", "not checked: no PyTorch"]},
+        {"REACH_SECONDS": 2}, [("dnn_group", ADDRESS, ELSEWHERE)],
+    ),
+    # SageMaker tells the leader that a host has ended, so it stops waiting.
+    "a name that does not resolve": Preflight(
+        DATA + r"algo-\d \(dnn_group\) cannot be reached, its name does not resolve within 2 s: "
+        r"enable DNS resolution and hostnames in the VPC\.", [ABSENT], {}, {"RESOLVE_SECONDS": 2},
+        [("data_group", ADDRESS, 'return "nowhere.invalid"')], seconds=30,
+    ),
+    # Before the data host connects, more strangers do than the leader serves at a time.
+    "strangers at a port": Preflight(lines=[], before=STRANGERS, seconds=40),
+    "several hosts without a token": Preflight("set HETERO_TOKEN in the job's env", token=""),
+    "groups of other names": Preflight(
+        r"only \['a', 'b'\]: set TRAINING_GROUP\.",
+        groups={"a": ("ml.c6i.8xlarge", 1), "b": ("ml.g5.xlarge", 1)},
+    ),
+}  # fmt: skip
 
 
-def test_strangers_at_a_port(jobs: Jobs):
-    """Before the data host connects, more strangers do than the leader serves at a time."""
-    job = jobs.wait(start(jobs, FAST, before=STRANGERS))
-    assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
-    assert job["TrainingTimeInSeconds"] < 40  # each is cut off after five seconds
-    assert sum("connected, but is not a host of this job" in line for line in said(job)) == 1
+@pytest.mark.parametrize(
+    "name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
+)
+def test_what_it_finds(jobs: Jobs, name: str):
+    preflight = {**OFTEN, **THOROUGH}[name]
+    job = jobs.wait(preflight.start(jobs))
+    found = Found(job)
+    reason = job.get("FailureReason") or ""
+    assert (job["TrainingJobStatus"] == "Failed") == bool(preflight.reason), reason
+    assert re.search(preflight.reason, reason), reason
+    log = monitoring.logs(job["TrainingJobName"])
+    if preflight.seconds:
+        shown = [line.time for line in log if "FAILED" in line.text]
+        end = [*shown, job["TrainingEndTime"]][0]
+        assert (end - job["TrainingStartTime"]).total_seconds() < preflight.seconds
+    if preflight.lines is not None:
+        for pattern, failure in zip(preflight.lines, found.failures(), strict=True):
+            assert re.match(pattern, failure), failure
+    for label, cells in preflight.rows.items():
+        assert found.row(label) == cells
+    strangers = "connected, but is not a host of this job"
+    assert sum(strangers in line.text for line in log) == (name == "strangers at a port")
 
 
 def test_a_job_that_is_stopped_ends_soon(jobs: Jobs):
     """Even while the leader waits for a host that does nothing, which may take ten minutes."""
     old = "team = Team(cluster)"
-    before = replace(old, f"time.sleep(100)\n    {old}", "data_group")
-    name = start(jobs, changed(FAST, STOP_SECONDS=2), before=before)
+    idle = [("data_group", old, f"time.sleep(100)\n    {old}")]
+    name = Preflight(constants={"STOP_SECONDS": 2}, changes=idle).start(jobs)
     jobs.wait_for_log(name, "host=algo-", times=2)
     boto3.client("sagemaker").stop_training_job(TrainingJobName=name)
     job = jobs.wait(name)
     assert job["TrainingJobStatus"] == "Stopped"
     assert job["TrainingTimeInSeconds"] < 30
-    assert row(job, "vCPUs usable")[0] == "-"
-
-
-@pytest.mark.thorough
-def test_a_gpu_instance_without_gpu_on_aws(jobs: Jobs):
-    """As with an image for CPUs. Without PyTorch, the preflight checks TensorFlow."""
-    # Without the map of addresses, as on AWS; a single host does not need it.
-    command = "unset LOCAL_SAGEMAKER; exec python preflight.py"
-    groups = {"dnn_group": ("ml.g5.xlarge", 1)}
-    job = jobs.wait(start(jobs, without(PREFLIGHT, "torch"), groups, command=command))
-    reason = r"ml\.g5\.xlarge has GPUs, but nvidia-smi lists none: use an image for GPUs\."
-    assert re.search(reason, job["FailureReason"])
-    assert row(job, "framework")[0].startswith("TensorFlow 2.")
-    assert row(job, "all-reduce") == ["not checked: no PyTorch"]
-
-
-def test_several_hosts_need_a_token(jobs: Jobs):
-    job = jobs.wait(start(jobs, FAST, environment={}))
-    assert "set HETERO_TOKEN in the job's environment" in job["FailureReason"]
-
-
-def test_groups_of_other_names_need_to_say_which_of_them_trains(jobs: Jobs):
-    groups = {"a": ("ml.c6i.8xlarge", 1), "b": ("ml.g5.xlarge", 1)}
-    job = jobs.wait(start(jobs, FAST, groups))
-    assert "only ['a', 'b']: set TRAINING_GROUP." in job["FailureReason"]
+    assert Found(job).row("vCPUs usable")[0] == "-"

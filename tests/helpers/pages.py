@@ -1,7 +1,9 @@
 """The code blocks in README files, docs/ and workshop.md that readers copy."""
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -30,6 +32,21 @@ def copy_repository(folder: Path) -> None:
         target = folder / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
+
+
+def start_in_a_terminal(command: list[str], folder: Path, **environment: str) -> subprocess.Popen:
+    """Start a command in its own session, so that a test can press Ctrl-C."""
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # If the tests run in the background, Ctrl-C would be ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 EXAMPLE, TENSORFLOW = ROOT / "pt.grpc.sagemaker", ROOT / "tf.data.service.sagemaker"

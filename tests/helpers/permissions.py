@@ -137,46 +137,32 @@ def _applies(statement: dict, need: Need) -> bool:
                                       "Condition"}:  # fmt: skip
         raise LookupError(f"A statement has {', '.join(unknown)}, which is not implemented here.")
     # Unlike resources, actions are not case-sensitive.
-    if not any(_like(a.lower(), need.action.lower(), {}) for a in _listed(statement["Action"])):
+    if not any(_like(a.lower(), need.action.lower()) for a in _listed(statement["Action"])):
         return False
     resources = statement.get("Resource") or statement["NotResource"]
-    matches = any(_like(text, need.resource, need.context) for text in _listed(resources))
-    if matches != ("Resource" in statement):
-        return False
-    return all(
-        _holds(operator, need.context.get(key), _listed(values), need.context)
+    matches = any(_like(pattern, need.resource) for pattern in _listed(resources))
+    return matches == ("Resource" in statement) and all(
+        _holds(operator, need.context.get(key), _listed(values))
         for operator, pairs in statement.get("Condition", {}).items()
         for key, values in pairs.items()
     )
 
 
-def _holds(operator: str, value: str | None, wanted: list[str], context: Mapping) -> bool:
+def _holds(operator: str, value: str | None, wanted: list[str]) -> bool:
     """Whether the context's value meets a condition; one of the wanted values must match."""
     if operator == "Null":
         return (value is None) == (wanted == ["true"])
-    if value is None:
-        return operator.endswith("IfExists")
-    match operator.removesuffix("IfExists"):
-        case "StringEquals":
-            return value in wanted
-        case "StringEqualsIgnoreCase":
-            return value.lower() in [text.lower() for text in wanted]
-        case "StringLike" | "ArnLike":
-            return any(_like(text, value, context) for text in wanted)
+    if operator == "StringEquals" or (value is None and not operator.endswith("IfExists")):
+        return value in wanted
     raise LookupError(f"The condition {operator} is not implemented here.")
 
 
-def _like(pattern: str, text: str, context: Mapping[str, str]) -> bool:
-    """Whether text matches a pattern: * is any text, ? any character, ${key} a context value."""
-    parts = []
-    for part in re.split(r"(\*|\?|\$\{[^}]*\})", pattern):
-        if part.startswith("${"):
-            if part[2:-1] not in context:
-                return False
-            parts.append(re.escape(context[part[2:-1]]))
-        else:
-            parts.append({"*": ".*", "?": "."}.get(part) or re.escape(part))
-    return re.fullmatch("".join(parts), text, re.DOTALL) is not None
+def _like(pattern: str, text: str) -> bool:
+    """Whether text matches a pattern: * is any text, ? any character."""
+    if "${" in pattern:
+        raise LookupError(f"The variable in {pattern} is not implemented here.")
+    expression = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
+    return re.fullmatch(expression, text, re.DOTALL) is not None
 
 
 def _listed(value: str | list[str]) -> list[str]:

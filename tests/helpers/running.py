@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,11 +279,19 @@ def log_of(jobs: Jobs, train: str, *args, **settings) -> list[str]:
     return log
 
 
-def reason_of(jobs: Jobs, train: str, *args, **settings) -> str:
-    """Call `run_programs`; the job must be Failed. Return its FailureReason."""
-    job, _ = run_programs(jobs, train, *args, **settings)
-    assert job["TrainingJobStatus"] == "Failed"
-    return job["FailureReason"]
+def a_host(folder: Path, groups: dict[str, list[str]], **config) -> dict[str, str]:
+    """Make this machine a host whose files are in `folder`; return its launcher's environment."""
+    given = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "lo"}
+    if groups:  # the first is the host's own
+        given["current_group_name"] = own = next(iter(groups))
+        given["current_host"] = groups[own][0]
+        given["instance_groups"] = [
+            {"instance_group_name": name, "hosts": hosts} for name, hosts in groups.items()
+        ]
+    path = folder / "input" / "config" / "resourceconfig.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({**given, **config}))
+    return {**os.environ, "SAGEMAKER_BASE_DIR": str(folder), "PYTHONPATH": str(CODE)}
 
 
 def after_steps(job: Running) -> None:
@@ -305,21 +314,20 @@ def is_of_a_job(pid: int) -> bool:
         return True
 
 
-def left_behind(job: Running) -> list:
-    """List what is left of a job that has ended: processes, its folder, ports in use."""
+def assert_nothing_left(job: Running) -> None:
+    """Wait until nothing is left of a job that has ended: processes, its folder, ports in use."""
     ports = range(job.first_port(), job.first_port() + 50)
     folder = Path(job.environment["SAGEMAKER_BASE_DIR"]).parents[2]
-    listening = [
-        connection.laddr
-        for connection in psutil.net_connections("tcp")
-        if connection.laddr.port in ports
-        and connection.status == psutil.CONN_LISTEN
-        # A job that has started in the meantime may have the same ports.
-        and not is_of_a_job(connection.pid)
-    ]
-    return [*job.processes(), *filter(Path.exists, [folder]), *listening]
 
+    def left() -> list:
+        listening = [
+            connection.laddr
+            for connection in psutil.net_connections("tcp")
+            if connection.laddr.port in ports
+            and connection.status == psutil.CONN_LISTEN
+            # A job that has started in the meantime may have the same ports.
+            and not is_of_a_job(connection.pid)
+        ]
+        return [*job.processes(), *filter(Path.exists, [folder]), *listening]
 
-def assert_nothing_left(job: Running) -> None:
-    """Wait until nothing is left of a job that has ended; cleaning up takes a moment."""
-    wait_until_gone(lambda: left_behind(job))
+    wait_until_gone(left)

@@ -6,13 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
-import train_dnn
 from helpers.pages import EXAMPLE
 
-CODE = EXAMPLE / "code"
 STEP_LINE = re.compile(
     r"^step=(\d+) epoch=(\d+) loss=([\d.]+) step_time_ms=([\d.]+) data_wait_ms=([\d.]+) "
     r"samples_per_s=([\d.]+)$",
@@ -20,27 +17,23 @@ STEP_LINE = re.compile(
 )
 
 
-def start(*command: str | Path, data_hosts: str = "") -> subprocess.Popen:
+def settings(data_hosts: str = "") -> dict:
+    """Return subprocess's settings for a program of a host that knows these data hosts."""
+    host = {"HETERO_TOKEN": "a token", "HETERO_DATA_HOSTS": data_hosts}
+    env = {**os.environ, **host, "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1"}
+    pipe = subprocess.PIPE
+    return {"cwd": EXAMPLE / "code", "env": env, "stdout": pipe, "stderr": pipe, "text": True}
+
+
+def start(*command: str | Path) -> subprocess.Popen:
     """Start a Python program of the example (or a module, with -m)."""
-    job = {"HETERO_TOKEN": "a token", "HETERO_DATA_HOSTS": data_hosts, "PYTHONHASHSEED": "0"}
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        cwd=CODE,
-        env={**os.environ, **job, "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return subprocess.Popen([sys.executable, *map(str, command)], **settings())
 
 
 def run(*command: str | Path, data_hosts: str = "") -> subprocess.CompletedProcess:
     """Run a Python program of the example to its end."""
-    with start(*command, data_hosts=data_hosts) as program:
-        try:
-            output, errors = program.communicate(timeout=120)
-        finally:
-            program.kill()
-    return subprocess.CompletedProcess(command, program.returncode, output, errors)
+    words = [sys.executable, *map(str, command)]
+    return subprocess.run(words, **settings(data_hosts), timeout=120)
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -56,12 +49,6 @@ def train(*arguments: str | Path, ranks: int = 0, data_hosts: str = "") -> str:
     return done.stdout
 
 
-def refusal(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Call train_dnn.py's main function, which must refuse these options; return its message."""
-    monkeypatch.setattr(sys, "argv", ["train_dnn.py", *command.split()])
-    threads = torch.get_num_threads()
-    with pytest.raises(SystemExit) as end:
-        train_dnn.main()
-    torch.set_num_threads(threads)
-    assert "\n" not in end.value.code
-    return end.value.code
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that a run has saved."""
+    return torch.load(folder / "model.pt")

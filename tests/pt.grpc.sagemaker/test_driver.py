@@ -53,38 +53,35 @@ def print_in(folder: Path, text: str, **environment: str) -> str:
     ).splitlines()[-1]
 
 
-COUNT = "from hetero.topology import accelerators; print(accelerators())"
-
-
-@pytest.mark.parametrize(
-    "gpus, neurons, ranks", [("0", "0", 1), ("3", "0", 3), ("", "2", 2), ("2", "8", 2)]
-)
-def test_there_is_a_rank_for_each_accelerator(gpus: str, neurons: str, ranks: int):
-    told = {"SM_NUM_GPUS": gpus, "SM_NUM_NEURONS": neurons, "PATH": ""}
-    assert int(print_in(CODE, COUNT, **told)) == ranks
-
-
 GPUS = "echo 'GPU 0: A100 (UUID: GPU-1)\n  MIG 1g.5gb Device 0: (UUID: MIG-2)\nGPU 1: A100'"
 NEURONS = """echo '[{"neuron_device": 0, "nc_count": 2}, {"neuron_device": 1, "nc_count": 4}]'"""
 
 
 @pytest.mark.parametrize(
-    "programs, ranks",
+    "programs, told, ranks",
     [
-        ({"nvidia-smi": GPUS}, 2),
-        ({"neuron-ls": NEURONS}, 6),
-        ({"nvidia-smi": "echo 'has failed'; exit 9", "neuron-ls": "echo 'error=none'; exit 1"}, 1),
-        ({}, 1),
+        ({"nvidia-smi": GPUS}, {}, 2),
+        ({"neuron-ls": NEURONS}, {}, 6),
+        ({"nvidia-smi": "echo failed; exit 9", "neuron-ls": "echo 'error=none'; exit 1"}, {}, 1),
+        ({}, {}, 1),
+        ({}, {"SM_NUM_GPUS": "0", "SM_NUM_NEURONS": "0"}, 1),
+        ({}, {"SM_NUM_GPUS": "3", "SM_NUM_NEURONS": "0"}, 3),
+        ({}, {"SM_NUM_GPUS": "", "SM_NUM_NEURONS": "2"}, 2),
+        ({}, {"SM_NUM_GPUS": "2", "SM_NUM_NEURONS": "8"}, 2),
     ],
 )
-def test_accelerators_are_counted_as_by_the_sdk(tmp_path: Path, programs: dict, ranks: int):
-    """This is for a job of plain boto3, whose environment does not say how many there are."""
+def test_there_is_a_rank_for_each_accelerator(
+    tmp_path: Path, programs: dict[str, str], told: dict[str, str], ranks: int
+):
+    """The environment of a job of plain boto3 does not say how many; the SDK's driver counts."""
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    ask = "from environment import *\nprint(num_gpus() or num_neurons() or 1)"
-    assert int(print_in(DRIVERS / "scripts", ask, PATH=str(tmp_path))) == ranks
-    assert int(print_in(CODE, COUNT, PATH=str(tmp_path))) == ranks
+    if not told:
+        ask = "from environment import *\nprint(num_gpus() or num_neurons() or 1)"
+        assert int(print_in(DRIVERS / "scripts", ask, PATH=str(tmp_path))) == ranks
+    count = "from hetero.topology import accelerators; print(accelerators())"
+    assert int(print_in(CODE, count, PATH=str(tmp_path), **told)) == ranks
 
 
 EFA = """

@@ -18,27 +18,14 @@ import pytest
 from helpers.endings import ENDINGS, begin, finish
 from helpers.jobs import Jobs, start_kernel
 from helpers.pages import EXAMPLE
-from helpers.running import (
-    CLUSTER,
-    CODE,
-    LINGER,
-    Running,
-    reason_of,
-    start_programs,
-    upload_images,
-)
+from helpers.running import LINGER, Running, a_host, start_programs, upload_images
 from helpers.waiting import wait_until_gone
 
-COMMON = [
-    "training succeeds",
-    "a rank is killed",
-    "launcher killed on a data host",
-    "launcher killed on the leader",
-    "StopTrainingJob",
-]
 
-
-@pytest.mark.parametrize("name", COMMON)
+# test_workshop.py kills the launcher of a data host, and below, StopTrainingJob is called.
+@pytest.mark.parametrize(
+    "name", ["training succeeds", "a rank is killed", "launcher killed on the leader"]
+)
 def test_ending(jobs: Jobs, name: str):
     upload_images()
     finish(begin(jobs, name, torch=False))
@@ -129,22 +116,6 @@ def test_ranks_that_end_well_when_they_are_stopped_do_not_complete_the_job(
     assert job.log().count("saved") == 2
 
 
-@pytest.mark.parametrize("group", ["data_group", "dnn_group"])
-def test_a_job_that_is_stopped_before_it_trains_is_not_completed(jobs: Jobs, group: str):
-    launcher = CLUSTER + (
-        "import asyncio, os, signal\nfrom hetero.member import Member\njoin = Member.join\n"
-        "async def told_first(member):\n"
-        f"    if (cluster.group, cluster.rank) == ({group!r}, 0):\n"
-        "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "        await asyncio.sleep(2)\n"
-        "    return await join(member)\n"
-        "Member.join = told_first\nhetero.main(['train.py'])"
-    )
-    said = reason_of(jobs, "print('trains')", files={"launcher.py": launcher})
-    assert "The job was stopped (SIGTERM). On algo-" in said
-    assert "(dnn_group), training had not started., exit code: 1" in said
-
-
 def test_sigterm_after_the_training_changes_nothing(jobs: Jobs):
     serve = (
         "import signal, sys, time\n"
@@ -168,15 +139,10 @@ print("trained", flush=True)
 
 def test_sigterm_at_any_moment_never_turns_into_success(tmp_path: Path):
     """From the launcher's first moment, before it handles SIGTERM, to its last."""
-    folder, chance = tmp_path / "input" / "config", random.Random(0)
-    folder.mkdir(parents=True)
-    config = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "lo"}
-    (folder / "resourceconfig.json").write_text(json.dumps(config))
     (tmp_path / "train.py").write_text(BRIEF)
     address = {"addresses": {"algo-1": "127.77.1.1"}, "base_port": 20_000 + os.getpid() % 10_000}
-    environment = {**os.environ, "SAGEMAKER_BASE_DIR": str(tmp_path), "PYTHONPATH": str(CODE),
-                   "LOCAL_SAGEMAKER": json.dumps(address)}  # fmt: skip
-    command = [sys.executable, "-m", "hetero", "train.py"]
+    environment = a_host(tmp_path, {}) | {"LOCAL_SAGEMAKER": json.dumps(address)}
+    command, chance = [sys.executable, "-m", "hetero", "train.py"], random.Random(0)
     settings = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "text": True}
     began = time.monotonic()
     assert subprocess.run(command, **settings).returncode == 0

@@ -17,7 +17,6 @@ from helpers.jobs import Jobs
 from helpers.running import Running, after_steps, start, upload_images
 from helpers.waiting import wait_until
 
-pytestmark = pytest.mark.thorough
 MAY_GROW = 50 << 20  # bytes per process, including what training itself takes
 ATTACKS = [
     os.urandom(1 << 16),
@@ -26,59 +25,34 @@ ATTACKS = [
     b"a" * (16 << 20),  # a line of 16 MiB
     b"[" * 8000 + b"\n",  # nested too deep
 ]
-
-
-@pytest.fixture(scope="module")
-def job(jobs: Jobs) -> Running:
-    """A job that trains until it is stopped; it must still train after each test."""
-    upload_images()
-    running = start(jobs, max_runtime_seconds=600)
-    after_steps(running)
-    return running
-
-
-@pytest.fixture
-def unharmed(job: Running):
-    """Check after the test that training continues and no process has grown much."""
-    before = {}
-    for process in job.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's worker, after its epoch
-            before[process] = process.memory_info().rss
-    yield
-    step = last_step(job)
-    wait_until(lambda: last_step(job) >= step + 3)
-    grown = {}
-    for process, size in before.items():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            grown[process] = process.memory_info().rss - size
-    assert max(grown.values()) < MAY_GROW, grown
+REFUSED = {"a guess": "wrong token", "a secret": "unknown host, or already connected"}
 
 
 def last_step(job: Running) -> int:
     return max(int(line.split()[0][5:]) for line in job.log() if line.startswith("step="))
 
 
-def listeners(job: Running) -> list[tuple[str, int]]:
-    """Return where the job listens: launcher, rank 0, data servers, and gloo in each rank."""
-    found = set()
+def sizes_and_ports(job: Running) -> tuple[dict[psutil.Process, int], set[tuple[str, int]]]:
+    """Return the size of each process in memory, and the addresses that processes listen on."""
+    sizes, addresses = {}, set()
     for process in job.processes():
         with contextlib.suppress(psutil.NoSuchProcess):  # a DataLoader's worker, after its epoch
+            sizes[process] = process.memory_info().rss
             connections = process.net_connections("tcp")
-            found |= {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
-    return [("127.0.0.1" if ip in ("0.0.0.0", "::") else ip, port) for ip, port in found]
+            addresses |= {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+    everywhere = ("0.0.0.0", "::")
+    return sizes, {("127.0.0.1" if ip in everywhere else ip, port) for ip, port in addresses}
 
 
-def leader(job: Running) -> tuple[str, int]:
-    return next(address for address in listeners(job) if address[1] == job.first_port())
-
-
-def refusals(job: Running, why: str) -> int:
-    return sum(line.startswith("hetero: refused") and why in line for line in job.log())
-
-
-def test_garbage_on_every_port(job: Running, unharmed):
-    addresses = listeners(job)
-    assert len({port for _, port in addresses}) >= 3 + 2  # ours, and at least one per rank
+@pytest.mark.thorough
+def test_strangers_do_no_harm(jobs: Jobs):
+    """Training continues, no process grows, and the log has only a few lines about them."""
+    upload_images()
+    job = start(jobs, max_runtime_seconds=600)
+    after_steps(job)
+    before, addresses = sizes_and_ports(job)
+    # Ours, which are the launcher's, rank 0's and the data servers', and gloo's in each rank.
+    assert len({port for _, port in addresses}) >= 3 + 2
     with contextlib.ExitStack() as connections:
         for address, attack in itertools.product(addresses, ATTACKS):
             connection = connections.enter_context(socket.create_connection(address, timeout=5))
@@ -86,31 +60,28 @@ def test_garbage_on_every_port(job: Running, unharmed):
             with contextlib.suppress(OSError):  # cut off or ignored: both are fine
                 connection.sendall(attack)
         time.sleep(8)  # held open longer than the launcher waits
-
-
-def test_500_connections_at_once_on_every_port(job: Running, unharmed):
-    for address in listeners(job):
+    for address in addresses:
         with contextlib.ExitStack() as connections:
             for _ in range(500):
                 with contextlib.suppress(OSError):
                     connections.enter_context(socket.create_connection(address, timeout=5))
             time.sleep(0.5)
-
-
-def test_a_wrong_token_and_a_host_that_has_joined_are_refused_and_logged(job: Running, unharmed):
-    reasons = {"a guess": "wrong token", "a secret": "unknown host, or already connected"}
-    for token, reason in reasons.items():
-        with socket.create_connection(leader(job)) as connection:
+    [leader] = [address for address in addresses if address[1] == job.first_port()]
+    for token, reason in REFUSED.items():
+        with socket.create_connection(leader) as connection:
             hello = {"token": token, "host": job.host("data_group", 0)}
             connection.sendall(json.dumps(hello).encode() + b"\n")
             assert json.loads(connection.makefile().read()) == {"refused": reason}
-        job.jobs.wait_for_log(job.name, f"refused a connection from 127.0.0.1: {reason}")
+        jobs.wait_for_log(job.name, f"refused a connection from 127.0.0.1: {reason}")
 
-
-def test_refusals_are_few_and_the_job_ends_as_it_should(job: Running):
-    """The last test here: after more than 500 connections, the log has only a few lines."""
-    reasons = {line.split(": ", 2)[2] for line in job.log() if line.startswith("hetero: refused")}
+    step = last_step(job)
+    wait_until(lambda: last_step(job) >= step + 3)
+    after, _ = sizes_and_ports(job)
+    grown = {process: after[process] - before[process] for process in {*before} & {*after}}
+    assert max(grown.values()) < MAY_GROW, grown
+    refusals = [line for line in job.log() if line.startswith("hetero: refused")]
+    reasons = {line.split(": ", 2)[2] for line in refusals}
     assert {"not a launcher's message", "silent for 5 s", "wrong token"} <= reasons
-    assert refusals(job, "") < 30
+    assert len(refusals) < 30
     job.stop()
-    assert job.jobs.wait(job.name)["TrainingJobStatus"] == "Stopped"
+    assert jobs.wait(job.name)["TrainingJobStatus"] == "Stopped"

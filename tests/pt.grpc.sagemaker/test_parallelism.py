@@ -6,17 +6,16 @@ test_spot.py has an interrupted job with FSDP.
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import parallel
 from dataset import MnistDataset
-from helpers.mnist import idx
+from helpers.mnist import write_digits
 from helpers.pages import ROOT
-from helpers.training import STEP_LINE, run, torchrun, train
-from model import MnistNet, SmallNet
+from helpers.training import STEP_LINE, run, torchrun, train, weights_in
+from model import MnistNet
 
 STATE_LINE = re.compile(
     r"^parallelism=(\w+) ranks=(\d+) parameters_per_rank=(\d+) state_bytes_per_rank=(\d+)$",
@@ -25,7 +24,6 @@ STATE_LINE = re.compile(
 TENSORS, PARAMETERS = 8, sum(p.numel() for p in MnistNet().parameters())
 STATE_BYTES = 4 * 4 * PARAMETERS  # parameters, gradients and two moments, of four bytes each
 STEP_BYTES = 4 * TENSORS  # Adam counts the steps for every tensor, on every rank
-STEPS = 24
 
 
 def losses(output: str) -> dict[int, float]:
@@ -33,54 +31,37 @@ def losses(output: str) -> dict[int, float]:
     return {int(line[0]): float(line[2]) for line in STEP_LINE.findall(output)}
 
 
-def load(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
-    """Load the weights that a run has saved into a plain model."""
-    model.load_state_dict(torch.load(folder / "model.pt"))
-    return model.eval()
-
-
-def assert_close(model: torch.nn.Module, reference: torch.nn.Module) -> None:
-    expected = reference.state_dict()
-    for name, weights in model.state_dict().items():
-        torch.testing.assert_close(weights, expected[name], rtol=1e-3, atol=1e-4)
-
-
-@pytest.fixture(scope="module")
-def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of noise images: 256 to train on, and 100 to test on."""
-    folder, random = tmp_path_factory.mktemp("noise"), np.random.default_rng(0)
-    for prefix, count in (("train", 256), ("t10k", 100)):
-        images = random.integers(0, 256, (count, 28, 28))
-        (folder / f"{prefix}-images-idx3-ubyte").write_bytes(idx(images))
-        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(random.integers(0, 10, count)))
-    return folder
+def assert_close_models(folder: Path, reference: Path) -> None:
+    torch.testing.assert_close(weights_in(folder), weights_in(reference), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.thorough
-def test_fsdp_trains_as_ddp_with_half_of_the_state(noise, tmp_path):
-    common = ["--train-dir", noise, "--model", "mnist", "--batch-size", "16", "--epochs", "3"]
+def test_fsdp_trains_as_ddp_with_half_of_the_state(tmp_path: Path):
+    digits = write_digits(tmp_path, train_images=256)
+    common = ["--train-dir", digits, "--model", "mnist", "--batch-size", "16", "--epochs", "3"]
     common += ["--workers", "1", "--log-every", "1"]
     reference = train(*common, "--model-dir", tmp_path / "ddp", ranks=2)
-    assert list(losses(reference)) == list(range(2, STEPS + 1))
+    assert list(losses(reference)) == list(range(2, 25))
     whole = ("ddp", "2", str(PARAMETERS), str(STATE_BYTES + STEP_BYTES))
     assert STATE_LINE.findall(reference) == [whole]
 
-    command = [*common, "--parallelism", "fsdp", "--test-dir", noise]
+    command = [*common, "--parallelism", "fsdp", "--test-dir", digits]
     output = train(*command, "--model-dir", tmp_path / "fsdp", ranks=2)
     half = ("fsdp", "2", str(PARAMETERS // 2), str(STATE_BYTES // 2 + STEP_BYTES))
     assert STATE_LINE.findall(output) == [half]
     assert losses(output) == pytest.approx(losses(reference), abs=2e-3)
-    model = load(MnistNet(), tmp_path / "fsdp")
-    assert_close(model, load(MnistNet(), tmp_path / "ddp"))
+    assert_close_models(tmp_path / "fsdp", tmp_path / "ddp")
 
     # Rank 0 evaluates, with the weights of both ranks.
-    images, labels = zip(*MnistDataset(noise, train=False), strict=True)
-    right = model(torch.stack(images)).argmax(dim=1) == torch.tensor(labels)
+    model = MnistNet()
+    model.load_state_dict(weights_in(tmp_path / "fsdp"))
+    images, labels = zip(*MnistDataset(digits, train=False), strict=True)
+    right = model.eval()(torch.stack(images)).argmax(dim=1) == torch.tensor(labels)
     assert f"test_accuracy={right.float().mean():.4f}\n" in output
 
 
 @pytest.mark.thorough
-def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_either_parallelism(tmp_path):
+def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_either_parallelism(tmp_path: Path):
     """The batch is always the same, so the number of ranks makes no difference."""
     common = ["--data-mode", "synthetic", "--model", "small", "--batch-size", "8"]
     common += ["--log-every", "1"]
@@ -102,7 +83,7 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_either_parallelism(tmp
     moments, expected = (state["optimizer"]["state"] for state in states)
     torch.testing.assert_close(moments, expected, rtol=1e-3, atol=1e-5)
     assert moments["fc.bias"]["step"] == 12
-    assert_close(load(SmallNet(), tmp_path / "turns"), load(SmallNet(), tmp_path / "one"))
+    assert_close_models(tmp_path / "turns", tmp_path / "one")
 
 
 @pytest.mark.thorough
@@ -116,7 +97,7 @@ def test_tensor_parallel_ranks_compute_the_same_and_keep_what_workshop_md_says()
     assert kept in " ".join((ROOT / "workshop.md").read_text().split())
 
 
-def test_fsdp_says_what_it_needs(monkeypatch):
+def test_fsdp_says_what_it_needs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: None)
     monkeypatch.setattr(parallel, "fully_shard", None)
     with pytest.raises(SystemExit, match=r"fsdp needs PyTorch 2\.6 or newer; this is \d"):
@@ -134,7 +115,9 @@ def test_fsdp_says_what_it_needs(monkeypatch):
 
 
 @pytest.mark.parametrize("kind, library", [("cpu", "gloo"), ("cuda", "nccl")])
-def test_library_of_the_collective_operations(kind: str, library: str, monkeypatch):
+def test_library_of_the_collective_operations(
+    kind: str, library: str, monkeypatch: pytest.MonkeyPatch
+):
     joined = []
     monkeypatch.setattr(dist, "init_process_group", lambda name, timeout: joined.append(name))
     monkeypatch.setattr(dist, "new_group", lambda backend, timeout: backend)

@@ -4,42 +4,272 @@ test_endings.py tests the table in job.md; test_intruders.py has strangers.
 """
 
 import re
-import time
+from dataclasses import dataclass, field
 
 import psutil
 import pytest
 
+from helpers.endings import ANY, DATA, DNN
 from helpers.jobs import Jobs
 from helpers.running import (
     CLUSTER,
     CODE,
     LINGER,
+    SERVE,
     SLEEP,
     log_of,
-    reason_of,
     run_programs,
     start_programs,
 )
 from helpers.waiting import wait_until_gone
 
 pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.first]
-MAIN = "hetero.main(['train.py'])"
 
 
-@pytest.mark.thorough
-def test_a_leader_that_freezes_before_the_others_come_fails_the_job(jobs: Jobs):
-    launcher = CLUSTER + (
-        "import signal, socket\n"
-        "if (cluster.group, cluster.rank) == ('dnn_group', 0):\n"
-        "    address = cluster.bind_address, cluster.base_port\n"
-        "    server = socket.create_server(address)\n"
-        "    signal.signal(signal.SIGTERM, exit)\n"
-        "    time.sleep(100)\n"
-        "hetero.run([sys.executable, 'train.py'], ['sleep', '100'], training_seconds=4)"
-    )
-    said = reason_of(jobs, "", files={"launcher.py": launcher})
-    assert re.search(r"lost the leader, algo-\d \(dnn_group\): silent for 4 s", said)
+@dataclass
+class Failure:
+    """A job of small programs that fails: its programs, and the reason that it must give."""
 
+    reason: str  # a regular expression for the whole FailureReason without AWS's prefix and suffix
+    train: str = SLEEP
+    options: str = ""
+    serve: str = SERVE
+    launcher: str = ""  # follows CLUSTER in a launcher.py
+    files: dict[str, str] = field(default_factory=dict)
+    seconds: int = 100  # the longest time; hosts would wait 600 s for each other
+    everywhere: bool = False  # whether each host says it
+
+
+def member(old: str, new: str) -> dict[str, str]:
+    """Return the file of hetero/ that restarts servers, with a change."""
+    text = (CODE / "hetero" / "member.py").read_text()
+    assert text.count(old) == 1
+    return {"hetero/member.py": text.replace(old, new)}
+
+
+# Each run of a server is long enough to reset the count of restarts in a row.
+RESETS = member("ALL_RESTARTS = 3, 60, 50", "ALL_RESTARTS = 3, 0, 2")
+AT_ONCE = member("pause = 2 ** (failures - 1)", "pause = 0")  # helpers/endings.py has the pauses
+FREEZES_EARLY = """
+import signal, socket
+if (cluster.group, cluster.rank) == ("dnn_group", 0):
+    server = socket.create_server((cluster.bind_address, cluster.base_port))
+    signal.signal(signal.SIGTERM, exit)
+    time.sleep(100)
+hetero.run([sys.executable, "train.py"], ["sleep", "100"], training_seconds=4)
+"""
+# The others are deaf to SIGTERM for three seconds, like the shell that starts them.
+FAILS_FIRST = """
+fails = (cluster.group, cluster.rank) == ("data_group", 0)
+time.sleep(0 if fails else 3)
+hetero.run([sys.executable, "train.py"], ["/no/such/python" if fails else "sleep", "100"])
+"""
+TOLD_FIRST = """
+import asyncio, os, signal
+from hetero.member import Member
+join = Member.join
+async def told_first(member):
+    if (cluster.group, cluster.rank) == ({group!r}, 0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(2)
+    return await join(member)
+Member.join = told_first
+hetero.main(["train.py"])
+"""
+OTHER_TOKEN = """
+import hetero.member
+if cluster.group == "data_group":
+    hetero.member.TOKEN = "x"
+hetero.main(["train.py"])
+"""
+LEADER_BUG = """
+from hetero import leader
+receive = leader.receive
+{bug}
+hetero.main(["train.py"])
+"""
+LATE_BUG = (
+    "leader.receive = lambda reader, seconds: receive(reader, seconds) if seconds < 9 else 1/0"
+)
+BUG = rf"The leader on {DNN} failed: ZeroDivisionError: division by zero\."
+NOT_STARTED = (
+    rf"The job was stopped \(SIGTERM\)\. On {DNN}, training had not started\.( Not there .*)?"
+)
+# Healthy ranks lose a connection, print what torch prints, and exit before the failed one.
+FAILS_SLOWLY = """
+import os, sys, time
+rank = int(os.environ["RANK"])
+time.sleep(1)
+if rank == 3:
+    time.sleep({seconds})
+    {failure}
+if rank < {cut_off}:
+    raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+time.sleep(100)
+"""
+FIRST = "raise ValueError('first')"
+KILLED = "print('ValueError: handled', flush=True); os.kill(os.getpid(), 9)"
+RANK_3 = rf"On {DNN}, rank 3 of train.py "
+
+
+def fails_slowly(reason: str, seconds: int, failure: str, cut_off: int) -> Failure:
+    script = FAILS_SLOWLY.format(seconds=seconds, failure=failure, cut_off=cut_off)
+    return Failure(reason, script, "--ranks 2")
+
+
+# Like AWS's examples, each rank writes its error itself. Rank 2 loses rank 3, its host's other one,
+# and writes over what rank 3 has written.
+WRITES = """
+import os, sys, time, traceback
+rank = int(os.environ["RANK"])
+try:
+    if rank == 2:
+        os.mkfifo("peer")
+        open("peer").read()
+        raise RuntimeError("Connection closed by peer")
+    while not os.path.exists("peer"):
+        time.sleep(0.1 if rank == 3 else 100)
+    peer = open("peer", "w")
+    raise ValueError("no number")
+except Exception as error:
+    if rank in {writers}:
+        with open(os.environ["SM_OUTPUT_FAILURE"], "w") as file:
+            file.write(f"Rank {{rank}} gives up: {{error}}\\n{{traceback.format_exc()}}")
+    traceback.print_exc()
+    os._exit(255)
+"""
+# What was written before the ranks started is not the reason.
+WRITTEN_BEFORE = """
+import os
+open(os.environ["SM_OUTPUT_FAILURE"], "w").write("an old reason")
+hetero.main(["--ranks", "2", "train.py"])
+"""
+
+
+def writes(writers: list[int], reason: str) -> Failure:
+    reason = rf"{RANK_3}exited with status 255: {reason}"
+    script = WRITES.format(writers=writers)
+    return Failure(reason, script, launcher=WRITTEN_BEFORE, everywhere=True)
+
+
+# Otherwise the job would run, and be billed, until MaxRuntimeInSeconds.
+FREEZE_AT_THE_END = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+import hetero
+
+cluster = hetero.read_cluster()
+pids = Path(os.environ["SAGEMAKER_BASE_DIR"]).parents[2]  # all hosts' folder
+
+def freeze(*_):
+    time.sleep(2)  # by now the others have signed off
+    os.kill(int((pids / "{victim}").read_text()), signal.SIGSTOP)
+    time.sleep(1)
+    sys.exit()
+
+me = f"{{cluster.group}}-{{cluster.rank}}"
+(pids / me).write_text(str(os.getppid()))
+if me == "{victim}":  # SageMaker would do so 120 s after SIGTERM
+    kill = f"sleep 25; kill -KILL {{os.getppid()}}"
+    subprocess.Popen(["/bin/sh", "-c", kill], start_new_session=True)
+if me == "data_group-0":
+    signal.signal(signal.SIGTERM, freeze)
+time.sleep(2 if cluster.group == "dnn_group" else 100)
+"""
+TWELVE_SECONDS = (
+    "hetero.run([sys.executable, 'train.py'], [sys.executable, 'train.py'], spare_cores=0,"
+    " training_seconds=12, data_seconds=12)"
+)
+STAYS = rf"{DATA} did not end when the training had ended\.|.*{DATA} is gone: silent for \d+ s\."
+
+
+def freezes_late(victim: str, reason: str) -> Failure:
+    return Failure(reason, FREEZE_AT_THE_END.format(victim=victim), launcher=TWELVE_SECONDS)
+
+
+THOROUGH = {
+    "a data host freezes when the others have signed off": freezes_late("data_group-1", STAYS),
+    "the last data host freezes": freezes_late("data_group-0", STAYS),
+    "the leader freezes when the others have signed off": freezes_late(
+        "dnn_group-0", rf"{ANY} lost the leader, {DNN}: silent for 12 s\."
+    ),
+    "the leader freezes before the others come": Failure(
+        rf"{ANY} lost the leader, {DNN}: silent for 4 s\.", launcher=FREEZES_EARLY
+    ),
+    "hosts come up after a failure, and hear of it": Failure(
+        rf"The launcher on {DATA} failed: FileNotFoundError: .* No such file.*",
+        launcher=FAILS_FIRST, seconds=30, everywhere=True,
+    ),
+    "healthy ranks only lost a connection": fails_slowly(
+        rf"On {DNN}, rank [01] of train.py .*Connection closed.* Still running: rank 2 on ({DNN}), "
+        r"rank 3 on \2\.", 100, "pass", 2,
+    ),
+}  # fmt: skip
+FAILURES = {
+    "a data server that the job needs": Failure(
+        rf"On {DATA}, .*, 4 times\. The job cannot do without it\.", options="--needed first",
+        files=AT_ONCE,
+        serve="import os, time\nif os.environ['HETERO_FIRST'] == '1':\n    1 / 0\ntime.sleep(100)",
+    ),
+    "data servers that die now and then are not restarted for ever": Failure(
+        rf"On {DATA}, feed.server exited with status 0, 3 times\. No data host is left\.",
+        serve="", files=RESETS,
+    ),
+    "a long error is cut": Failure(
+        rf"On {DNN}, train.py exited with status 1: ValueError: xxxx.*",
+        "raise ValueError('x' * 10_000)",
+    ),
+    "an error in the leader's own code": Failure(
+        BUG, launcher=LEADER_BUG.format(bug="leader.Leader.judge = lambda leader: 1 / 0")
+    ),
+    "an error in it after the hosts have said hello": Failure(
+        BUG, launcher=LEADER_BUG.format(bug=LATE_BUG)
+    ),
+    # Healthy ranks exit before the failed one.
+    "a rank fails after the others": fails_slowly(
+        RANK_3 + "exited with status 1: ValueError: first.*", 3, FIRST, 3
+    ),
+    "a rank is killed after the others": fails_slowly(
+        RANK_3 + r"was killed by signal 9\.", 3, KILLED, 3
+    ),
+    "a rank fails before the others": fails_slowly(
+        RANK_3 + "exited with status 1: ValueError: first.*", 0, FIRST, 1
+    ),
+    "what the script writes": writes(
+        [3], r"Rank 3 gives up: no number \| Traceback \(.*\): ValueError: no number\."
+    ),
+    "what two ranks of a host write": writes(
+        [2, 3], r"(Rank 3 gives up: .*)?ValueError: no number\."
+    ),
+    "what the script does not write": writes([], r"ValueError: no number\."),
+    "a host has another token": Failure(".*refused, wrong token.*", launcher=OTHER_TOKEN),
+    "a data host is stopped before it trains": Failure(
+        NOT_STARTED, launcher=TOLD_FIRST.format(group="data_group")
+    ),
+    "the leader is stopped before it trains": Failure(
+        NOT_STARTED, launcher=TOLD_FIRST.format(group="dnn_group")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [*FAILURES, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
+)
+def test_a_job_that_fails_says_why(jobs: Jobs, name: str):
+    failure = {**FAILURES, **THOROUGH}[name]
+    files = {"launcher.py": CLUSTER + failure.launcher} if failure.launcher else {}
+    given = failure.train, failure.options, failure.serve, {**failure.files, **files}
+    job, log = run_programs(jobs, *given)
+    assert job["TrainingJobStatus"] == "Failed"
+    reason = job["FailureReason"]
+    assert re.fullmatch(rf"AlgorithmError: ({failure.reason}), exit code: \d+", reason), reason
+    assert len(reason) <= 1024
+    assert job["TrainingTimeInSeconds"] < failure.seconds
+    if failure.everywhere:
+        assert sum(bool(re.fullmatch(f"hetero: {failure.reason}", line)) for line in log) == 4
+
+
+# ---- jobs that do not fail
 
 SILENT_FOR_A_WHILE = """
 import os, signal, subprocess, sys, time
@@ -62,105 +292,6 @@ def test_a_data_host_may_be_silent_for_a_while_when_the_training_ends(jobs: Jobs
         " spare_cores=0, training_seconds=4)"
     )
     log_of(jobs, LINGER, serve=SILENT_FOR_A_WHILE, files={"launcher.py": launcher})
-
-
-FREEZE_AT_THE_END = """
-import os, signal, subprocess, sys, time
-from pathlib import Path
-import hetero
-
-cluster = hetero.read_cluster()
-pids = Path(os.environ["SAGEMAKER_BASE_DIR"]).parents[2]  # all hosts' folder
-
-def freeze(*_):
-    time.sleep(2)  # by now the others have signed off
-    os.kill(int((pids / "VICTIM").read_text()), signal.SIGSTOP)
-    time.sleep(1)
-    sys.exit()
-
-me = f"{cluster.group}-{cluster.rank}"
-(pids / me).write_text(str(os.getppid()))
-if me == "VICTIM":  # SageMaker would do so 120 s after SIGTERM
-    kill = f"sleep 25; kill -KILL {os.getppid()}"
-    subprocess.Popen(["/bin/sh", "-c", kill], start_new_session=True)
-if me == "data_group-0":
-    signal.signal(signal.SIGTERM, freeze)
-time.sleep(2 if cluster.group == "dnn_group" else 100)
-"""
-
-
-@pytest.mark.thorough
-def test_a_host_that_freezes_when_the_others_have_signed_off_fails_the_job(jobs: Jobs):
-    """Otherwise the job would run, and be billed, until MaxRuntimeInSeconds."""
-    stays = r"algo-\d \(data_group\) (did not end when the training had|is gone: silent for \d+ s)"
-    lost = r"lost the leader, algo-\d \(dnn_group\): silent for 12 s"
-    launcher = CLUSTER + (
-        "hetero.run([sys.executable, 'train.py'], [sys.executable, 'train.py'], spare_cores=0,"
-        " training_seconds=12, data_seconds=12)"
-    )
-    names = {}
-    victims = {"data_group-0": stays, "data_group-1": stays, "dnn_group-0": lost}
-    for victim, expected in victims.items():
-        script = FREEZE_AT_THE_END.replace("VICTIM", victim)
-        job = start_programs(jobs, script, files={"launcher.py": launcher})
-        names[job.name] = expected
-    for name, expected in names.items():
-        job = jobs.wait(name)
-        assert job["TrainingJobStatus"] == "Failed"
-        assert re.search(expected, job["FailureReason"]), (expected, job["FailureReason"])
-
-
-@pytest.mark.thorough
-def test_hosts_that_come_up_after_a_failure_hear_of_it(jobs: Jobs):
-    launcher = CLUSTER + (
-        "fails = (cluster.group, cluster.rank) == ('data_group', 0)\n"
-        "time.sleep(0 if fails else 3)\n"  # deaf to SIGTERM, like the shell that starts it
-        "hetero.run([sys.executable, 'train.py'], ['/no/such/python' if fails else 'sleep', '100'])"
-    )
-    job, log = run_programs(jobs, SLEEP, files={"launcher.py": launcher})
-    assert job["TrainingTimeInSeconds"] < 30
-    said = r"hetero: The launcher on algo-\d \(data_group\) failed: FileNotFoundError: .* No such f"
-    assert sum(bool(re.match(said, line)) for line in log) == 4  # on every host
-
-
-@pytest.mark.thorough
-def test_a_stop_that_one_host_hears_first_gives_the_others_their_time(jobs: Jobs):
-    """A host may write the last checkpoint before it gets its own SIGTERM."""
-    train = (
-        "import os, signal, sys, time\n"
-        "def told(*_):\n    time.sleep(10)\n    print('saved', flush=True)\n    sys.exit(1)\n"
-        "signal.signal(signal.SIGTERM, told)\nprint('ready', flush=True)\ntime.sleep(100)"
-    )
-    job = start_programs(jobs, train)
-    jobs.wait_for_log(job.name, "ready")
-    time.sleep(2)
-    launchers = job.launchers()
-    assert len(launchers) == 4
-    launchers[0].terminate()
-    ended = jobs.wait(job.name)
-    assert ended["TrainingJobStatus"] == "Failed"
-    said = r"The job was stopped \(SIGTERM\)\. On algo-\d \(dnn_group\), train.py exited with"
-    assert re.search(said, ended["FailureReason"])
-    assert job.log().count("saved") == 2
-
-
-# ---- data servers
-
-
-def test_a_data_server_that_the_job_needs_fails_it_alone(jobs: Jobs):
-    serve = "import os, time\nif os.environ['HETERO_FIRST'] == '1':\n    1 / 0\ntime.sleep(100)"
-    said = reason_of(jobs, SLEEP, "--needed first", serve)
-    assert "4 times. The job cannot do without it." in said
-
-
-def test_a_data_server_that_dies_now_and_then_is_not_restarted_for_ever(jobs: Jobs):
-    """Here each run is long enough to reset the count of restarts in a row."""
-    known = "RESTARTS, HEALTHY_SECONDS, ALL_RESTARTS = 3, 60, 50"
-    member = (CODE / "hetero" / "member.py").read_text()
-    assert known in member
-    changed = {"hetero/member.py": member.replace(known, known.replace("60, 50", "0, 2"))}
-    said = reason_of(jobs, SLEEP, serve="", files=changed)
-    assert "feed.server exited with status 0, 3 times. No data host is left." in said
 
 
 CRASH = """
@@ -192,131 +323,11 @@ def test_a_server_beside_the_training_may_end_and_never_outlives_it(jobs: Jobs):
         "import hetero, time\ncluster = hetero.read_cluster()\nprint(cluster.group, flush=True)\n"
         "time.sleep(0 if (cluster.group, cluster.rank) == ('dnn_group', 0) else 100)"
     )
-    train = "import time\ntime.sleep(20)\nprint('trained')"
-    log = log_of(jobs, train, "--spare-cores 1", serve)
+    train = "import time\ntime.sleep(12)\nprint('trained')"
+    log = log_of(jobs, train, "--spare-cores 1", serve, AT_ONCE)
     assert log.count("dnn_group") == 5 and log.count("trained") == 2
     said = r"hetero: On .* \(dnn_group\), feed.server exited with status 0, 4 times\. It will not"
     assert sum(bool(re.match(said, line)) for line in log) == 1
-
-
-# ---- reasons
-
-
-def test_a_long_error_is_cut_and_still_the_reason(jobs: Jobs):
-    said = reason_of(jobs, "raise ValueError('x' * 10_000)")
-    assert "exited with status 1: ValueError: xxxx" in said and len(said) <= 1024
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [
-        "leader.Leader.judge = lambda leader: 1 / 0",
-        "leader.receive = lambda reader, seconds: receive(reader, seconds) if seconds < 9 else 1/0",
-    ],
-)  # one in each of its tasks; the second strikes after the hosts have said hello
-def test_an_error_in_the_leader_s_own_code_is_the_reason(jobs: Jobs, bug: str):
-    launcher = f"{CLUSTER}from hetero import leader\nreceive = leader.receive\n{bug}\n{MAIN}"
-    job, _ = run_programs(jobs, "", files={"launcher.py": launcher})
-    said = r"The leader on algo-\d \(dnn_group\) failed: ZeroDivisionError: division by zero\."
-    assert re.search(said, job["FailureReason"])
-    assert job["TrainingTimeInSeconds"] < 100  # hosts would wait 600 s for each other
-
-
-# Healthy ranks lose a connection, print what torch prints, and exit before the failed one.
-FAILS_SLOWLY = """
-import os, sys, time
-rank = int(os.environ["RANK"])
-time.sleep(1)
-if rank == 3:
-    time.sleep(SECONDS)
-    FAILURE
-if rank < RANKS:
-    raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
-time.sleep(100)
-"""
-
-
-@pytest.mark.parametrize(
-    "seconds, failure, cut_off, expected",
-    [
-        (3, "raise ValueError('first')", 3, "rank 3 of .* with status 1: ValueError: first"),
-        (
-            3,
-            "print('ValueError: handled', flush=True); os.kill(os.getpid(), 9)",
-            3,
-            r"rank 3 of train.py was killed by signal 9\.",
-        ),
-        (0, "raise ValueError('first')", 1, "rank 3 of .* with status 1: ValueError: first"),
-        pytest.param(
-            100,
-            "pass",
-            2,
-            r"rank [01] of .*Connection closed.* Still running: rank 2 on (algo-\d \(dnn_group\)), "
-            r"rank 3 on \1\.",
-            marks=pytest.mark.thorough,
-        ),
-    ],
-)
-def test_the_reason_is_the_first_failure_that_is_no_consequence(
-    jobs: Jobs, seconds: int, failure: str, cut_off: int, expected: str
-):
-    script = FAILS_SLOWLY.replace("SECONDS", str(seconds)).replace("FAILURE", failure)
-    said = reason_of(jobs, script.replace("RANKS", str(cut_off)), "--ranks 2")
-    assert re.search(rf"On algo-\d \(dnn_group\), {expected}", said)
-
-
-# Like AWS's examples, each rank writes its error itself. Rank 2 loses rank 3, its host's other one,
-# and writes over what rank 3 has written.
-WRITES = """
-import os, sys, time, traceback
-rank = int(os.environ["RANK"])
-try:
-    if rank == 2:
-        os.mkfifo("peer")
-        open("peer").read()
-        raise RuntimeError("Connection closed by peer")
-    while not os.path.exists("peer"):
-        time.sleep(0.1 if rank == 3 else 100)
-    peer = open("peer", "w")
-    raise ValueError("no number")
-except Exception as error:
-    if rank in WRITERS:
-        with open(os.environ["SM_OUTPUT_FAILURE"], "w") as file:
-            file.write(f"Rank {rank} gives up: {error}\\n{traceback.format_exc()}")
-    traceback.print_exc()
-    os._exit(255)
-"""
-
-
-@pytest.mark.parametrize(
-    "writers, expected",
-    [
-        ("[3]", r"Rank 3 gives up: no number \| Traceback \(.*\): ValueError: no number\."),
-        ("[2, 3]", r"(Rank 3 gives up: .*)?ValueError: no number\."),
-        ("[]", r"ValueError: no number\."),
-    ],
-)
-def test_what_a_script_itself_writes_is_the_reason_on_every_host(
-    jobs: Jobs, writers: str, expected: str
-):
-    """But not what was written before the ranks started."""
-    old = "import os\nopen(os.environ['SM_OUTPUT_FAILURE'], 'w').write('an old reason')\n"
-    launcher = f"{CLUSTER}{old}hetero.main(['--ranks', '2', 'train.py'])"
-    script = WRITES.replace("WRITERS", writers)
-    job, log = run_programs(jobs, script, files={"launcher.py": launcher})
-    said = rf"On algo-\d \(dnn_group\), rank 3 of train.py exited with status 255: {expected}"
-    assert re.fullmatch(f"AlgorithmError: {said}.*", job["FailureReason"]), job["FailureReason"]
-    assert sum(bool(re.fullmatch(f"hetero: {said}", line)) for line in log) == 4  # on every host
-
-
-def test_a_host_with_another_token_says_so_at_once(jobs: Jobs):
-    launcher = CLUSTER + (
-        "import hetero.member\nif cluster.group == 'data_group':\n    hetero.member.TOKEN = 'x'\n"
-    )
-    started = time.monotonic()
-    said = reason_of(jobs, SLEEP, files={"launcher.py": launcher + MAIN})
-    assert "refused, wrong token" in said
-    assert time.monotonic() - started < 100  # instead of JOIN_SECONDS, 600
 
 
 GREET = """

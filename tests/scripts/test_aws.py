@@ -171,7 +171,7 @@ def test_a_job_that_fails_ends_the_run(repository: Repository):
 
 
 @pytest.mark.thorough
-def test_a_blip_stops_no_job(repository: Repository):
+def test_a_blip_or_a_closed_terminal_under_nohup_stops_no_job(repository: Repository):
     """If AWS throttles, or the login expires, the run continues afterwards."""
     errors = [("ThrottlingException", "Rate exceeded"), ("ExpiredTokenException", "is expired")]
     find_job = session.find_job
@@ -181,10 +181,14 @@ def test_a_blip_stops_no_job(repository: Repository):
             raise ServiceException(*errors.pop(0))
         return find_job(*asked)
 
-    repository.notebook(HELLO, job("aws-blip", STEPS), wait("aws-blip"))
+    repository.notebook(HELLO, job("aws-blip", f"{STEPS}; sleep 6"), wait("aws-blip"))
+    process = repository.start("--yes", before=["nohup"])
+    wait_until(lambda: is_training("aws-blip"), seconds=60)
     with mock.patch.object(session, "find_job", find_or_fail):
-        status, output = repository.run("--yes")
-    assert not errors and status == 0 and "Stopped" not in output, output
+        wait_until(lambda: not errors)
+        process.send_signal(signal.SIGHUP)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and "Stopped" not in output, output
     assert "| aws-blip | Completed |" in repository.page()
 
 
@@ -250,10 +254,14 @@ def test_what_a_killed_run_leaves_can_be_stopped(repository: Repository):
 @pytest.mark.thorough
 @pytest.mark.parametrize("goes_on", [True, False], ids=["a job follows", "none follows"])
 def test_a_run_that_goes_on_can_be_stopped(goes_on: bool, repository: Repository):
-    """The run starts no more jobs, and still writes its page, which names the jobs so far."""
-    first, second = f"aws-first-{goes_on}", f"aws-second-{goes_on}"
+    """The run starts no more jobs, and still writes its page, which names the jobs so far.
+
+    The first job is cut off by its own limit, which is a failure, too.
+    """
+    cut, first, second = (f"aws-{name}-{goes_on}" for name in ("cut", "first", "second"))
+    jobs = [job(cut, UNTIL_STOPPED, seconds=2), wait(cut), job(first, UNTIL_STOPPED), wait(first)]
     following = [job(second, "echo ready"), wait(second)] if goes_on else []
-    repository.notebook(HELLO, job(first, UNTIL_STOPPED), wait(first), *following)
+    repository.notebook(HELLO, *jobs, *following)
     process = repository.start("--yes")
     wait_until(lambda: is_training(first), seconds=60)
     assert repository.run("--stop") == (0, f"Stopped {first}.\n")
@@ -261,31 +269,11 @@ def test_a_run_that_goes_on_can_be_stopped(goes_on: bool, repository: Repository
     assert process.returncode == 1, output
     assert status_of(second) == ""
     page = repository.page()
-    assert f"{first}: Stopped" in page
+    assert f"{cut}: Stopped, MaxRuntimeExceeded" in page and f"{first}: Stopped" in page
     assert (f"{second} was not started: this run has been stopped" in page) == goes_on
+    assert ("All notebooks ran to the end; see Failures." in page) != goes_on
     assert repository.executed(HELLO).exists()
     assert not list(repository.folder.glob("build/aws-jobs.*"))
-
-
-@pytest.mark.thorough
-def test_a_job_that_its_limit_cuts_off_is_a_failure(repository: Repository):
-    repository.notebook(HELLO, job("aws-cut", UNTIL_STOPPED, seconds=2), wait("aws-cut"))
-    status, output = repository.run("--yes")
-    assert status == 1, output
-    page = repository.page()
-    assert "aws-cut: Stopped, MaxRuntimeExceeded" in page
-    assert "All notebooks ran to the end; see Failures." in page
-
-
-@pytest.mark.thorough
-def test_nohup_is_respected(repository: Repository):
-    repository.notebook(HELLO, job("aws-nohup", "echo ready; sleep 3"), wait("aws-nohup"))
-    process = repository.start("--yes", before=["nohup"])
-    wait_until(lambda: is_training("aws-nohup"), seconds=60)
-    process.send_signal(signal.SIGHUP)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 0, output
-    assert status_of("aws-nohup") == "Completed"
 
 
 @pytest.mark.thorough

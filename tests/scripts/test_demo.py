@@ -15,7 +15,7 @@ import psutil
 import pytest
 from nbclient import NotebookClient
 
-from helpers.pages import HELLO_NOTEBOOK, NOTEBOOKS, ROOT, copy_repository
+from helpers.pages import HELLO_NOTEBOOK, NOTEBOOKS, ROOT, copy_repository, start_in_a_terminal
 
 SAY_AND_WAIT = """
 import os, time
@@ -39,16 +39,7 @@ def start(repository: Path, *cells: str) -> subprocess.Popen:
     notebook.cells += [nbformat.v4.new_code_cell(cell) for cell in cells]
     notebook.cells[-1].metadata.tags = ["comparison"]
     nbformat.write(notebook, repository / "any.sagemaker" / "any.ipynb")
-    return subprocess.Popen(
-        [sys.executable, "scripts/demo.py"],
-        cwd=repository,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # If the tests run in the background, Ctrl-C would be ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    return start_in_a_terminal([sys.executable, "scripts/demo.py"], repository)
 
 
 @pytest.mark.thorough

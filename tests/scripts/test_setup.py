@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from helpers.pages import ROOT, copy_repository
+from helpers.pages import ROOT, copy_repository, start_in_a_terminal
 
 CACHE = os.environ.get("UV_CACHE_DIR", Path.home() / ".cache" / "uv")
 
@@ -28,19 +28,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def set_up(clone: Path) -> subprocess.Popen:
-    """Start the set-up as the Makefile's targets do, in its own session for Ctrl-C."""
-    environment = os.environ | {"HOME": "/proc/no-such-home", "UV_CACHE_DIR": str(CACHE)}
-    return subprocess.Popen(
-        ["make", ".venv/.ready"],
-        cwd=clone,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # If the tests run in the background, Ctrl-C would be ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    """Start the set-up as the Makefile's targets do."""
+    environment = {"HOME": "/proc/no-such-home", "UV_CACHE_DIR": str(CACHE)}
+    return start_in_a_terminal(["make", ".venv/.ready"], clone, **environment)
 
 
 @pytest.mark.thorough
