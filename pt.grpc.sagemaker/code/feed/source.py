@@ -96,8 +96,8 @@ class Source:
             self.noticed, self.pickled_init_fn = set(), b""
             self.reached: set[str] = set()  # modules that worker_init_fn refers to
             if get_worker_info() and (parent := multiprocessing.parent_process()):
-                # Once glibc has freed a large block, it keeps memory of up to this size for reuse, and
-                # Linux need not clear new pages for each batch (mallopt(3), M_MMAP_THRESHOLD).
+                # Once glibc has freed a large block, it reuses memory of up to this size, and Linux
+                # need not clear new pages for each batch (mallopt(3), M_MMAP_THRESHOLD).
                 np.empty(16 << 20, np.uint8)
                 # torch's own watchdog does not check while this process waits for samples.
                 threading.Thread(target=end_with, args=(parent,), daemon=True).start()
