@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from sagemaker.core.training.configs import InputData
 
-from helpers.data_service import data_hosts, dispatcher_of, put_numbers
+from helpers.data_service import data_hosts, put_numbers
 from helpers.images import image
 from helpers.jobs import Jobs, texts_in
 from helpers.pages import (
@@ -31,7 +31,7 @@ from helpers.pages import (
 from helpers.sdk_v2 import request_of_sdk_v2
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-thorough = pytest.mark.thorough
+WORKERS = [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 3))]
 
 
 def trained_on(log: list[str]) -> list[tuple[int, int]]:
@@ -40,11 +40,13 @@ def trained_on(log: list[str]) -> list[tuple[int, int]]:
     return [(int(number), int(who)) for number, who in pairs]
 
 
+TRAINING = TF_TRAINING.replace("CONFIG", "../../config/resourceconfig.json")
+
+
 def train_with_tensorflow(jobs: Jobs, data: InputData | None, files: dict, options: str) -> list:
     """Run lines of TensorFlow's README on two data hosts; return the log."""
-    training = TF_TRAINING.replace("CONFIG", "../../config/resourceconfig.json")
     copied = texts_in(TENSORFLOW / "code", "hetero", "service", "ranks")
-    files = {"my_training.py": training, "my_functions.py": MY_FUNCTIONS, **copied, **files}
+    files = {"my_training.py": TRAINING, "my_functions.py": MY_FUNCTIONS, **copied, **files}
     job = jobs.run(
         files,
         f"exec python -m hetero --spare-cores 0 {options} train.py",
@@ -83,12 +85,10 @@ def test_lines_for_several_ranks(jobs: Jobs, tmp_path: Path):
 @pytest.mark.thorough
 def test_lines_for_python_functions(jobs: Jobs, tmp_path: Path):
     """Four processes of each data host call them."""
-    training = TF_TRAINING.replace("CONFIG", "../../config/resourceconfig.json")
     [line] = [line for line in TF_MAP.splitlines() if not line.startswith("#")]
     line += "\n    dataset = dataset.map(lambda x, y: (tf.ensure_shape(x, [2]), y))"
-    training = training.replace(
-        "    return dataset.batch(", f"    {line}\n    return dataset.batch("
-    )
+    batch = "    return dataset.batch("
+    training = TRAINING.replace(batch, f"    {line}\n{batch}")
     files = {"train.py": TF_FIT, "serve.py": TF_SERVE, "my_training.py": training}
     data = put_numbers(tmp_path, 3000)
     pairs = trained_on(train_with_tensorflow(jobs, data, files, "--serve serve.py --needed first"))
@@ -117,9 +117,10 @@ def test_lines_for_keras_on_pytorch_s_loader(jobs: Jobs):
     assert sorted(number for number, _ in pairs) == sorted([*range(400)] * 3)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", WORKERS)
 def test_lines_for_images_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int):
     """Workers give each image once, with its own label."""
+    from service import distribute
 
     classes, labels = 5, {}
     for number in range(300):
@@ -131,11 +132,8 @@ def test_lines_for_images_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     said = {}
     exec(TF_FOLDERS.replace("(256, 256)", "(32, 32)"), said)
-    from service import distribute
-
-    with dispatcher_of(workers) as dispatcher:
-        monkeypatch.setenv("HETERO_DATA_HOSTS", dispatcher)
-        batches = distribute(said["dataset"], name=f"{workers}").as_numpy_iterator()
+    with data_hosts(workers):
+        batches = distribute(said["dataset"]).as_numpy_iterator()
         seen = [
             (picture.round().astype(np.uint8).tobytes(), int(label))
             for pictures, numbers in batches
@@ -144,7 +142,7 @@ def test_lines_for_images_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(seen) == sorted(labels.items())
 
 
-@pytest.mark.parametrize("workers", [2, *(pytest.param(n, marks=thorough) for n in (1, 3))])
+@pytest.mark.parametrize("workers", WORKERS)
 def test_lines_for_random_numbers_that_can_be_repeated(tmp_path: Path, workers: int):
     """Two runs draw the same numbers, and others in each pass."""
     import tensorflow as tf
@@ -167,7 +165,7 @@ def test_lines_for_random_numbers_that_can_be_repeated(tmp_path: Path, workers: 
     assert [record for record, _ in runs[0]] == sorted([*range(100)] * 2)
 
 
-@pytest.mark.parametrize("workers", [2, *(pytest.param(n, marks=thorough) for n in (1, 3))])
+@pytest.mark.parametrize("workers", WORKERS)
 def test_lines_for_time_series(workers: int):
     import tensorflow as tf
 

@@ -43,15 +43,23 @@ def put_numbers(folder: Path, records: int, files: int = 12) -> "InputData":
     return InputData(channel_name="training", data_source=f"s3://numbers-{records}/")
 
 
+class Forgetful(set):
+    """Forgets the names in use, as if several processes called `distribute`."""
+
+    def __contains__(self, name: object) -> bool:
+        return False
+
+
 @contextmanager
-def data_hosts(workers: int, ranks: int = 1) -> Iterator[None]:
+def data_hosts(workers: int, ranks: int = 1, processes: int = 1) -> Iterator[None]:
     """Set up the environment and module state that `distribute` needs, with a data service."""
     from service import distributed
 
+    names = Forgetful() if processes > 1 else set()
     with (
         dispatcher_of(workers) as address,
         mock.patch.dict(os.environ, HETERO_DATA_HOSTS=address, WORLD_SIZE=str(ranks)),
-        mock.patch.multiple(distributed, used_names=set(), are_in_step=lambda: True),
+        mock.patch.multiple(distributed, used_names=names, are_in_step=lambda: True),
     ):
         yield
 
