@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 
 import matplotlib.pyplot as plt
-import nbformat
 import pandas as pd
 import pytest
 from matplotlib.text import Text
@@ -226,32 +225,6 @@ def test_clocks_and_retired_types_are_those_of_ec2_and_have_a_source():
             assert clocks["ghz"].get(name, clocks["ghz"][family]) == ghz
             compared.add(family)
     assert compared >= {"c5", "p4d", "m5", "g5"}  # p3 is retired and no longer in that table
-
-
-COMPARISONS = [  # notebook, its data hosts, the prediction in ms
-    ("tf.data.service.sagemaker/hetero-tensorflow-restnet50", "ml.c5.18xlarge", 2, 110),  # floor
-    ("tf.data.service.sagemaker/hetero-tensorflow-restnet50", "ml.c5.4xlarge", 1, 164.6),
-    ("pt.grpc.sagemaker/hetero-pytorch-mnist", "ml.c5.4xlarge", 1, 164.6),  # 192 x 96 / (96 + 16)
-]
-
-
-@pytest.mark.parametrize("notebook, cpu, count, predicted_ms", COMPARISONS)
-def test_notebooks_compare_with_what_was_predicted(notebook, cpu, count, predicted_ms, capsys):
-    """With any number of data hosts, even more than the advisor considers."""
-    advice = advisor.advise(Measured("ml.p4d.24xlarge", 192, accelerator_ms=110))
-    runs = {
-        "homogeneous": costs.Run({"ml.p4d.24xlarge": 1}, 192),
-        "heterogeneous": costs.Run({"ml.p4d.24xlarge": 1, cpu: count}, 120),
-    }
-    cells = nbformat.read(ROOT / f"{notebook}.ipynb", as_version=4).cells
-    (asks,) = [cell.source for cell in cells if "predicted = advice.predict(" in cell.source]
-    (source,) = [cell.source for cell in cells if "step time: predicted {step" in cell.source]
-    table, size = costs.compare_runs(runs), {"cpu": cpu, "data hosts": count}
-    names = {"advice": advice, "table": table, "SIZE": size, "heterogeneous": 120}
-    exec(asks.split("\n")[0], names)
-    exec(source[source.index("step, saving") :], names)
-    said = capsys.readouterr().out
-    assert f"step time: predicted {predicted_ms:.1f} ms, measured 120.0 ms" in said
 
 
 def test_docs_have_the_figure_that_the_command_draws(tmp_path):

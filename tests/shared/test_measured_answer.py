@@ -40,20 +40,20 @@ def test_prints_what_follows_and_three_clusters(clock, capsys, monkeypatch):
     assert len(lines) == 12 and all("USD" in line for line in lines[7:10])
 
 
-def test_rounding_does_not_contradict_the_verdict(clock, capsys, monkeypatch):
-    monkeypatch.setattr(module, "_sample", lambda _: (clock.now, 79.9 * clock.now, 100 * clock.now))
-    train(clock, measured(SimulatedLoader(clock, 0, seconds=0.011), 72), 0.1)
-    printed = capsys.readouterr().out
-    assert "data costs    10 % of a step\nCPUs busy     80 %" in printed
-    assert "verdict       CPU-bound" in printed
-
-
-def test_a_container_that_uses_more_than_its_limit_for_a_moment_is_100_percent_busy(
-    clock, capsys, monkeypatch
-):
-    monkeypatch.setattr(module, "_sample", lambda _: (clock.now, 101 * clock.now, 100 * clock.now))
-    train(clock, measured(SimulatedLoader(clock, 0, seconds=0.3), 72), 0.1)
-    assert "CPUs busy     100 %, without data 100 %" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "data, busy, printed",
+    [
+        # Rounding does not contradict the verdict.
+        (0.011, 79.9, "data costs    10 % of a step\nCPUs busy     80 %"),
+        # A container may use more than its limit for a moment.
+        (0.3, 101, "data costs    75 % of a step\nCPUs busy     100 %, without data 100 %"),
+    ],
+)
+def test_percentages_are_rounded(clock, capsys, monkeypatch, data, busy, printed):
+    monkeypatch.setattr(module, "_sample", lambda _: (clock.now, busy * clock.now, 100 * clock.now))
+    train(clock, measured(SimulatedLoader(clock, 0, seconds=data), 72), 0.1)
+    said = capsys.readouterr().out
+    assert printed in said and "verdict       CPU-bound" in said
 
 
 PROGRAM = """
@@ -127,64 +127,68 @@ def test_only_vcpus_that_the_process_may_use_count(monkeypatch):
     assert ticks_of_one == pytest.approx(ticks / len(own), rel=0.05)
 
 
-# How `docker run --cpus 1.5`, Kubernetes and systemd set it up: the process's cgroups, their files
-# (USED is replaced), and how many units of CPU time they count per second.
-LIMITS = {
+# How `docker run --cpus 1.5`, Kubernetes and systemd set it up: the process's cgroups, how many
+# units of CPU time they count per second (0: there is no limit), and their files, without USED.
+CGROUPS = {
     "version 2, in a container": (
-        "0::/\n",
-        {"cpu.max": "150000 100000\n", "cpu.stat": "usage_usec USED\nuser_usec 1\n"},
+        ["0::/"],
         1e6,
+        {"cpu.max": "150000 100000", "cpu.stat": "usage_usec USED\nuser_usec 1"},
     ),
     "version 2, of a cgroup above": (
-        "0::/a.slice/b.scope\n",
-        {
-            "a.slice/cpu.max": "150000 100000\n",
-            "a.slice/cpu.stat": "usage_usec USED\nuser_usec 1\n",
-            "a.slice/b.scope/cpu.max": "max 100000\n",
-            "a.slice/b.scope/cpu.stat": "usage_usec 5\nuser_usec 1\n",
-        },
+        ["0::/a.slice/b.scope"],
         1e6,
+        {
+            "a.slice/cpu.max": "150000 100000",
+            "a.slice/cpu.stat": "usage_usec USED\nuser_usec 1",
+            "a.slice/b.scope/cpu.max": "max 100000",
+            "a.slice/b.scope/cpu.stat": "usage_usec 5\nuser_usec 1",
+        },
     ),
     "version 1, in a container that knows its path on the host": (
-        "5:memory:/docker/0a1b\n4:cpu,cpuacct:/docker/0a1b\n1:name=systemd:/docker/0a1b\n0::/\n",
-        {
-            "cpu/cpu.cfs_quota_us": "150000\n",
-            "cpu/cpu.cfs_period_us": "100000\n",
-            "cpuacct/cpuacct.usage": "USED\n",
-        },
+        [f"{names}:/docker/0a1b" for names in ("5:memory", "4:cpu,cpuacct", "1:name=systemd")]
+        + ["0::/"],
         1e9,
-    ),
-}
-NO_LIMITS = {
-    "version 2": ("0::/\n", {"cpu.max": "max 100000\n", "cpu.stat": "usage_usec 7\n"}, 1),
-    "as many as there are vCPUs": (
-        "0::/\n",
-        {"cpu.max": "1600000 100000\n", "cpu.stat": "usage_usec 7\n"},
-        1,
-    ),
-    "version 1": (
-        "4:cpu,cpuacct:/\n",
         {
-            "cpu/cpu.cfs_quota_us": "-1\n",
-            "cpu/cpu.cfs_period_us": "100000\n",
-            "cpuacct/cpuacct.usage": "7\n",
+            "cpu/cpu.cfs_quota_us": "150000",
+            "cpu/cpu.cfs_period_us": "100000",
+            "cpuacct/cpuacct.usage": "USED",
         },
-        1,
+    ),
+    "version 2, without a limit": (
+        ["0::/"],
+        0,
+        {"cpu.max": "max 100000", "cpu.stat": "usage_usec 7"},
+    ),
+    "version 2, with a limit of all vCPUs": (
+        ["0::/"],
+        0,
+        {"cpu.max": "1600000 100000", "cpu.stat": "usage_usec 7"},
+    ),
+    "version 1, without a limit": (
+        ["4:cpu,cpuacct:/"],
+        0,
+        {
+            "cpu/cpu.cfs_quota_us": "-1",
+            "cpu/cpu.cfs_period_us": "100000",
+            "cpuacct/cpuacct.usage": "7",
+        },
     ),
 }
 
 
-@pytest.mark.parametrize("case", [*LIMITS, *NO_LIMITS])
-def test_a_container_at_its_limit_is_busy(clock, capsys, monkeypatch, tmp_path, case):
+@pytest.mark.parametrize("own, per_second, files", CGROUPS.values(), ids=CGROUPS)
+def test_a_container_at_its_limit_is_busy(
+    clock, capsys, monkeypatch, tmp_path, own, per_second, files
+):
     """It may use 1.5 of 16 cores, which is 9 %, and does so for 98 % of the time."""
-    own, files, per_second = (LIMITS | NO_LIMITS)[case]
-    (tmp_path / "own").write_text(own)
+    (tmp_path / "own").write_text("\n".join(own) + "\n")
 
     def perf_counter() -> float:
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             used = str(int(per_second * 1.5 * 0.98 * clock.now))
-            (tmp_path / name).write_text(text.replace("USED", used))
+            (tmp_path / name).write_text(text.replace("USED", used) + "\n")
         return clock.now
 
     clock.perf_counter = perf_counter
@@ -195,7 +199,7 @@ def test_a_container_at_its_limit_is_busy(clock, capsys, monkeypatch, tmp_path, 
     monkeypatch.setattr(module, "_machine", lambda: ("ml.g5.4xlarge", 1, "16 vCPUs"))
     train(clock, measured(SimulatedLoader(clock, 0, seconds=0.3), 72), 0.1)
     said = capsys.readouterr().out
-    if case in LIMITS:
+    if per_second:
         assert (
             "CPUs busy     98 %, without data 98 %, on 1.5 cores (the container's limit) of 16 vC"
         ) in said

@@ -89,12 +89,9 @@ def one(number: Any, label: Any) -> Any:
 
 
 def steps() -> dict[str, Callable[[Any], Any]]:
-    """Return steps that a pipeline of numbers and labels may have, by name."""
+    """Return steps of pipelines of numbers and labels; helpers/carried.py has more, with state."""
     auto, old = tf.data.AUTOTUNE, tf.data.experimental
-    keys = tf.range(SAMPLES, dtype=tf.int64)
-    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, 7 * keys), -1)
-    scale = tf.keras.layers.Rescaling(1.0)
-    flip, generator = tf.keras.layers.RandomFlip(), tf.random.Generator.from_seed(1)
+    flip = tf.keras.layers.RandomFlip()
 
     def augmented(number: Any, label: Any) -> Any:
         return number, label + 0 * tf.cast(tf.reduce_sum(flip(tf.ones((4, 4, 3)))), tf.int64)
@@ -105,14 +102,7 @@ def steps() -> dict[str, Callable[[Any], Any]]:
             lambda n, label: (n, label), num_parallel_calls=auto, deterministic=False
         ),
         "filter": lambda d: d.filter(lambda n, label: n % 3 != 0),
-        "a lookup table": lambda d: d.map(lambda n, label: (n, table.lookup(n))),
-        "a Keras layer": lambda d: d.map(
-            lambda n, label: (n, tf.cast(scale(tf.cast(label, tf.float32)), tf.int64))
-        ),
         "a Keras layer with random numbers": lambda d: d.map(augmented),
-        "a generator": lambda d: d.map(
-            lambda n, label: (n, label + tf.cast(0 * generator.uniform([]), tf.int64))
-        ),
         "shuffle": lambda d: d.shuffle(50),
         "shuffle, with a seed": lambda d: d.shuffle(50, seed=1, reshuffle_each_iteration=False),
         "repeat(2)": lambda d: d.repeat(2),
@@ -137,7 +127,6 @@ def steps() -> dict[str, Callable[[Any], Any]]:
             .unbatch()
             .map(lambda both: (both[0], both[1]))
         ),
-        "a repeat in flat_map": lambda d: d.flat_map(lambda n, label: one(n, label).repeat(2)),
         "a map of batches": lambda d: (
             d.batch(6)
             .map(lambda n, label: (tf.reshape(n, (-1, 1)), label))
