@@ -14,6 +14,7 @@ from shared import measured as module
 from shared.measured import measured
 
 pytestmark = pytest.mark.usefixtures("alone")
+thorough = pytest.mark.thorough  # test_measured.py has more cases, in simulated time
 
 
 @pytest.fixture
@@ -78,8 +79,11 @@ def train(model: Net, train_loader, wrap: Callable = iter) -> float:
 
 @pytest.mark.parametrize(
     "workers, data, step",
-    [(0, 0.02, 0.02), (2, 0.06, 0.015), (2, 0.02, 0.03)],
-    ids=["no workers", "loader is the limit", "loader is not the limit"],
+    [
+        pytest.param(0, 0.02, 0.02, marks=thorough, id="no workers"),
+        pytest.param(2, 0.06, 0.015, id="loader is the limit"),
+        pytest.param(2, 0.02, 0.03, marks=thorough, id="loader is not the limit"),
+    ],
 )
 def test_pytorch_loop_as_two_jobs_find_it(finds, workers, data, step):
     def loader(batches: int) -> DataLoader:
@@ -121,7 +125,7 @@ def slow_in_parallel(data: float):
         (0.02, 0.012, slow_in_parallel),
         pytest.param(
             *(0.005, 0.03, lambda data: slow(data, [1.0], prefetch=-1)),  # -1: AUTOTUNE
-            marks=pytest.mark.thorough,
+            marks=thorough,
         ),
     ],
 )
@@ -156,7 +160,7 @@ def after_each_batch(function: Callable[[], None]):
     return tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: function())
 
 
-@pytest.mark.thorough
+@thorough
 def test_keras_fit_as_two_jobs_find_it(finds):
     dataset, model = slow(0.04, [[1.0, 2.0]], [[3.0]]), keras_model()
     work = after_each_batch(lambda: time.sleep(0.015))
