@@ -22,14 +22,10 @@ ONE_P4D = {"": ("ml.p4d.24xlarge", 1)}
 def put_attempt(
     hosts: dict, steps: list[tuple[float, float]], job: str = "job", every_s: float = 60, **of_log
 ) -> None:
-    """Write logs and values of a job that started at START, with a step line each minute from 2:00.
+    """Write a job's logs and values; `hosts` has each one's group and its CPU and GPU values.
 
-    Args:
-        hosts: {host: (group, CPU values, GPU values)}, one every `every_s` (a minute on AWS).
-        steps: Step time and data wait of each step line; all hosts but data hosts print them.
-        job: The job's name.
-        every_s: Seconds from one value to the next.
-        **of_log: Arguments of `put_log`, such as another start or attempt.
+    There is a value every `every_s` seconds (60 on AWS), and from 2:00 on a step line each minute
+    of all hosts but data hosts. `of_log` are other arguments of `put_log`.
     """
     of_log = {"start": START, **of_log}
     for host, (group, cpus, gpus) in hosts.items():
@@ -72,12 +68,8 @@ def test_utilisation_is_a_percentage_of_the_instance_while_it_trains(aws):
 def test_utilisation_of_a_short_training_is_of_the_minute_that_it_is_in(aws):
     put_one([1, 4800, 3], [], [10])
     (row,) = monitoring.utilisation("job").to_dict("records")
-    assert row == {
-        "group": "homogeneousCluster",
-        "host": "algo-1",
-        "instance type": "ml.p4d.24xlarge",
-        "CPU (%)": pytest.approx(50),
-    }
+    names = {"group": "homogeneousCluster", "host": "algo-1", "instance type": "ml.p4d.24xlarge"}
+    assert row == {**names, "CPU (%)": pytest.approx(50)}
 
 
 @pytest.mark.parametrize(
