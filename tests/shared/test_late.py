@@ -77,7 +77,7 @@ def test_where_hosts_do_not_say_that_they_end_readers_wait_twice_the_longest_del
     late, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(log, "QUIET_SECONDS", 0)
-    late(2)
+    late(4)
     name = run(jobs, SCRIPT.replace('"ends"', '"has no more"'))
     assert sum("has no more" in line.text for line in monitoring.logs(name)) == 2
 

@@ -169,16 +169,16 @@ def test_refresh_reads_all_pages_and_passes_over_what_is_no_price_of_training(ca
             product("EU-Train:ml.m.xlarge-TrainingParent", "0.0000000000"),
         ],
         [
-            product("EU-Train:ml.p6-b200.48xlarge", "150.5", **B200),
+            product("EU-Train:ml.new2.48xlarge", "150.5", **B200),
             product("EU-Train:ml.g5.xlarge", "1.575", **UNKNOWN),
             product("EU-Train:ml.new1.large", "1", **UNKNOWN),
         ],
     )
     kept = {price.instance_type: price for price in prices.load() if price.region == "eu-west-1"}
     assert str([*kept.values()]) == str(found)  # as text, since nan differs from nan
-    names = ["ml.c5.4xlarge", "ml.p6-b200.48xlarge", "ml.g5.xlarge", "ml.new1.large"]
+    names = ["ml.c5.4xlarge", "ml.new2.48xlarge", "ml.g5.xlarge", "ml.new1.large"]
     assert list(kept) == names
-    new = kept["ml.p6-b200.48xlarge"]
+    new = kept["ml.new2.48xlarge"]
     assert (new.usd_per_hour, new.vcpus, new.gpus, new.gpu) == (150.5, 192, 8, "B200")
     assert (new.memory_gib, new.network_gbps) == (2048, 3200)
     assert new.source == "AWS Price List API" and len(new.as_of) == len("2026-11-21")

@@ -231,11 +231,11 @@ for batch in distribute(dataset.batch(10)):
     print("a batch has come", flush=True)
 """
 UNREACHABLE = (
-    r"ConnectionError: distribute: gave up after 6 s: the dispatcher at \S+ cannot be reached "
+    r"ConnectionError: distribute: gave up after 6 s: the dispatcher at ADDRESS cannot be reached "
     r"\(.*refused\)$"
 )
 NO_WORKER = (
-    r"distribute: no batch of training in \d s: (no worker has come to the dispatcher at \S+)\n"
+    r"distribute: no batch of training in \d s: (no worker has come to the dispatcher at ADDRESS)\n"
     r"(.*\n)*distribute: gave up after 6 s: \1\.$"
 )
 SLOW = r"no batch of training in \d+ s: workers are at \w+:\d+, \w+:\d+\n(.*\n)*a batch has come$"
@@ -262,5 +262,5 @@ def test_a_training_waits_for_its_first_batch_while_it_may_come(workers, slow, s
             timeout=250,
         )
     said = done.stdout.strip()
-    assert done.returncode == status and re.search(sentence, said), said
-    assert workers is None or address in said or slow
+    assert done.returncode == status
+    assert re.search(sentence.replace("ADDRESS", address), said), said
