@@ -176,7 +176,7 @@ def trained(jobs) -> dict[str, str]:
         "failed": ("raise SystemExit(3)", "python a.py"),
         "measured": (f"print({NOTICE!r}, {LINE!r}, sep=chr(10))", "python a.py"),
         "lost": (f"print({NOTICE!r}, 'lost', sep=chr(10))", "python a.py"),
-        "running": ("", "sleep 60"),
+        "running": ("", "exec sleep 60"),
     }
     names = {
         name: jobs.create({"a.py": script}, command, TWO_GROUPS if name == "heterogeneous" else one)

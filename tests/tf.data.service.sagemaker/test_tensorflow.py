@@ -9,13 +9,12 @@ import time
 import zlib
 from pathlib import Path
 
-import boto3
 import psutil
 import pytest
 from sagemaker.core.shapes import CheckpointConfig
 from sagemaker.core.training.configs import InputData
 
-from helpers.images import encode, image, write_records
+from helpers.images import image, write_records
 from helpers.jobs import Jobs, texts_in, upload
 from helpers.pages import EXAMPLE, TENSORFLOW
 from helpers.running import Running, assert_nothing_left, seconds_to_end
@@ -25,21 +24,15 @@ pytestmark = pytest.mark.first
 CODE = TENSORFLOW / "code"
 FILES, RECORDS, BUCKET = 64, 5, "records"
 HYPERPARAMETERS = {"model": "small", "batch-size": 8, "log-every": 1, "max-steps": 100_000}
-ONE_AND_ONE = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)}
 TWO_AND_TWO = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
-
-
-def put_records(folder: Path) -> str:
-    """Write records into a new folder, and upload it; return its place in S3."""
-    folder.mkdir()
-    write_records(folder, FILES, RECORDS, classes=10)
-    return upload(folder, f"s3://{BUCKET}/{folder.name}")
 
 
 @pytest.fixture(scope="module")
 def records(local, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The records' place in S3."""
-    return put_records(tmp_path_factory.mktemp("records") / "a")
+    folder = tmp_path_factory.mktemp("records")
+    write_records(folder, FILES, RECORDS, classes=10)
+    return upload(folder, f"s3://{BUCKET}/a")
 
 
 @pytest.fixture
@@ -52,7 +45,7 @@ def start(jobs: Jobs, records: str):
             for old, new in pairs:
                 assert files[file].count(old) == 1, (file, old)
                 files[file] = files[file].replace(old, new)
-        data = InputData(channel_name="training", data_source=settings.pop("data", records))
+        data = InputData(channel_name="training", data_source=records)
         name = jobs.create(
             files,
             "exec python launcher.py",
@@ -139,21 +132,6 @@ def meet_strangers(job: Running) -> list[socket.socket]:
     }
     assert len(listening) >= 7  # two ranks, three workers, the dispatcher and the leader
     return [socket.create_connection(address, timeout=5) for address in listening]
-
-
-@pytest.mark.thorough
-def test_a_damaged_record_is_the_failure_reason(start, tmp_path: Path):
-    import tensorflow as tf  # takes seconds, and most tests here do not need it
-
-    data = put_records(tmp_path / "damaged")
-    with tf.io.TFRecordWriter(f"{tmp_path}/record") as writer:
-        writer.write(encode(b"no picture", 0))
-    boto3.client("s3").upload_file(f"{tmp_path}/record", BUCKET, "damaged/z.tfrecord")
-    answer, _ = finish(start(ONE_AND_ONE, data=data))
-    assert answer["TrainingJobStatus"] == "Failed"
-    assert re.search(
-        "train_dnn.py exited with status 1: .*Unknown image file format", answer["FailureReason"]
-    )
 
 
 def kill_data_server(job: Running, number: int) -> None:
