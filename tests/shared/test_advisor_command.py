@@ -162,6 +162,11 @@ for step in range(10):  # 5 s, with a value of CPU use for every second
         pass
     time.sleep(0.45)
 """
+UNTIL_STOPPED = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+time.sleep(100)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +181,7 @@ def trained(jobs) -> dict[str, str]:
         "failed": ("raise SystemExit(3)", "python a.py"),
         "measured": (f"print({NOTICE!r}, {LINE!r}, sep=chr(10))", "python a.py"),
         "lost": (f"print({NOTICE!r}, 'lost', sep=chr(10))", "python a.py"),
-        "running": ("", "exec sleep 60"),
+        "running": (UNTIL_STOPPED, "exec python a.py"),
     }
     names = {
         name: jobs.create({"a.py": script}, command, TWO_GROUPS if name == "heterogeneous" else one)
