@@ -102,54 +102,46 @@ def test_the_only_server_is_killed(jobs: Jobs):
 
 
 @pytest.mark.thorough
+def test_one_server_is_killed_and_then_the_other_one_hangs(jobs: Jobs):
+    """The first one is used again, and the training continues without the second."""
+    job = start(jobs, 2, SECONDS="4", UPDATES="1000")
+    jobs.wait_for_log(job.name, "environments=16 ")
+    job.server(job.host("data_group", 0)).kill()
+    jobs.wait_for_log(job.name, "is lost: UNAVAILABLE")
+    before = steps(job.log(), "environments").count(16)
+    jobs.wait_for_log(job.name, "environments=16 ", times=before + 1)
+    job.server(job.host("data_group", 1)).suspend()
+    jobs.wait_for_log(job.name, "is lost: DEADLINE_EXCEEDED")
+    before = steps(job.log(), "environments").count(8)
+    jobs.wait_for_log(job.name, "environments=8 ", times=before + 1)
+    job.stop()
+    assert jobs.wait(job.name)["TrainingJobStatus"] == "Stopped"
+
+
+@pytest.mark.thorough
+def test_the_only_server_hangs(jobs: Jobs):
+    job = start(jobs, 1, SECONDS="3")
+    jobs.wait_for_log(job.name, "step=10 ")
+    job.server(job.host("data_group", 0)).suspend()
+    end = jobs.wait(job.name)
+    assert end["TrainingJobStatus"] == "Failed"
+    assert re.search(r"train.py: error: no environments on 127.\S+:\d+\.", end["FailureReason"])
+
+
+@pytest.mark.thorough
 def test_spare_cores_of_the_training_host_step_environments_too(jobs: Jobs):
     log = finish(jobs, start(jobs, 1, "--spare-cores 1", UPDATES="20"))
     assert steps(log, "environments") == [16, 16]
 
 
 @pytest.mark.thorough
-def test_one_server_is_killed_and_then_the_other_one_hangs(jobs: Jobs):
-    """The first one is used again, and the training continues without the second."""
-    job = start(jobs, 2, SECONDS="4", UPDATES="1000")
-
-    def wait_for_steps_with(count: int) -> None:
-        before = steps(job.log(), "environments").count(count)
-        jobs.wait_for_log(job.name, f"environments={count} ", times=before + 1)
-
-    jobs.wait_for_log(job.name, "environments=16 ")
-    job.server(job.host("data_group", 0)).kill()
-    jobs.wait_for_log(job.name, "is lost: UNAVAILABLE")
-    wait_for_steps_with(16)
-    job.server(job.host("data_group", 1)).suspend()
-    jobs.wait_for_log(job.name, "is lost: DEADLINE_EXCEEDED")
-    wait_for_steps_with(8)
-    job.stop()
-    assert jobs.wait(job.name)["TrainingJobStatus"] == "Stopped"
-
-
-LACKING = MINE + "if 'RANK' not in os.environ:\n    import no_such_module\n"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "hangs, settings, sentence",
-    [
-        (True, {"SECONDS": "3"}, r"train.py: error: no environments on 127.\S+:\d+\."),
-        # Its servers fail again and again.
-        (
-            False,
-            {"mine": LACKING, "ENVIRONMENT": '"mine:Telling-v0"'},
-            "No module named 'no_such_module'",
-        ),
-    ],
-)
-def test_the_reason_says_why_no_server_is_left(jobs: Jobs, hangs, settings, sentence):
-    job = start(jobs, 1, **settings)
-    if hangs:
-        jobs.wait_for_log(job.name, "step=10 ")
-        job.server(job.host("data_group", 0)).suspend()
+def test_a_module_that_data_hosts_lack(jobs: Jobs):
+    """Their servers fail again and again, and the reason says why."""
+    lacking = MINE + "if 'RANK' not in os.environ:\n    import no_such_module\n"
+    job = start(jobs, 1, mine=lacking, ENVIRONMENT='"mine:Telling-v0"')
     end = jobs.wait(job.name)
-    assert end["TrainingJobStatus"] == "Failed" and re.search(sentence, end["FailureReason"])
+    assert end["TrainingJobStatus"] == "Failed"
+    assert "No module named 'no_such_module'" in end["FailureReason"]
 
 
 @pytest.mark.parametrize(

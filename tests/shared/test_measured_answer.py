@@ -127,68 +127,64 @@ def test_only_vcpus_that_the_process_may_use_count(monkeypatch):
     assert ticks_of_one == pytest.approx(ticks / len(own), rel=0.05)
 
 
-# How `docker run --cpus 1.5`, Kubernetes and systemd set it up: the process's cgroups, how many
-# units of CPU time they count per second (0: there is no limit), and their files, without USED.
-CGROUPS = {
+# How `docker run --cpus 1.5`, Kubernetes and systemd set it up: the process's cgroups, their files
+# (USED is replaced), and how many units of CPU time they count per second.
+LIMITS = {
     "version 2, in a container": (
-        ["0::/"],
+        "0::/\n",
+        {"cpu.max": "150000 100000\n", "cpu.stat": "usage_usec USED\nuser_usec 1\n"},
         1e6,
-        {"cpu.max": "150000 100000", "cpu.stat": "usage_usec USED\nuser_usec 1"},
     ),
     "version 2, of a cgroup above": (
-        ["0::/a.slice/b.scope"],
-        1e6,
+        "0::/a.slice/b.scope\n",
         {
-            "a.slice/cpu.max": "150000 100000",
-            "a.slice/cpu.stat": "usage_usec USED\nuser_usec 1",
-            "a.slice/b.scope/cpu.max": "max 100000",
-            "a.slice/b.scope/cpu.stat": "usage_usec 5\nuser_usec 1",
+            "a.slice/cpu.max": "150000 100000\n",
+            "a.slice/cpu.stat": "usage_usec USED\nuser_usec 1\n",
+            "a.slice/b.scope/cpu.max": "max 100000\n",
+            "a.slice/b.scope/cpu.stat": "usage_usec 5\nuser_usec 1\n",
         },
+        1e6,
     ),
     "version 1, in a container that knows its path on the host": (
-        [f"{names}:/docker/0a1b" for names in ("5:memory", "4:cpu,cpuacct", "1:name=systemd")]
-        + ["0::/"],
+        "5:memory:/docker/0a1b\n4:cpu,cpuacct:/docker/0a1b\n1:name=systemd:/docker/0a1b\n0::/\n",
+        {
+            "cpu/cpu.cfs_quota_us": "150000\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+            "cpuacct/cpuacct.usage": "USED\n",
+        },
         1e9,
+    ),
+}
+NO_LIMITS = {
+    "version 2": ("0::/\n", {"cpu.max": "max 100000\n", "cpu.stat": "usage_usec 7\n"}, 1),
+    "as many as there are vCPUs": (
+        "0::/\n",
+        {"cpu.max": "1600000 100000\n", "cpu.stat": "usage_usec 7\n"},
+        1,
+    ),
+    "version 1": (
+        "4:cpu,cpuacct:/\n",
         {
-            "cpu/cpu.cfs_quota_us": "150000",
-            "cpu/cpu.cfs_period_us": "100000",
-            "cpuacct/cpuacct.usage": "USED",
+            "cpu/cpu.cfs_quota_us": "-1\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+            "cpuacct/cpuacct.usage": "7\n",
         },
-    ),
-    "version 2, without a limit": (
-        ["0::/"],
-        0,
-        {"cpu.max": "max 100000", "cpu.stat": "usage_usec 7"},
-    ),
-    "version 2, with a limit of all vCPUs": (
-        ["0::/"],
-        0,
-        {"cpu.max": "1600000 100000", "cpu.stat": "usage_usec 7"},
-    ),
-    "version 1, without a limit": (
-        ["4:cpu,cpuacct:/"],
-        0,
-        {
-            "cpu/cpu.cfs_quota_us": "-1",
-            "cpu/cpu.cfs_period_us": "100000",
-            "cpuacct/cpuacct.usage": "7",
-        },
+        1,
     ),
 }
 
 
-@pytest.mark.parametrize("own, per_second, files", CGROUPS.values(), ids=CGROUPS)
-def test_a_container_at_its_limit_is_busy(
-    clock, capsys, monkeypatch, tmp_path, own, per_second, files
-):
+@pytest.mark.parametrize("case", [*LIMITS, *NO_LIMITS])
+def test_a_container_at_its_limit_is_busy(clock, capsys, monkeypatch, tmp_path, case):
     """It may use 1.5 of 16 cores, which is 9 %, and does so for 98 % of the time."""
-    (tmp_path / "own").write_text("\n".join(own) + "\n")
+    own, files, per_second = (LIMITS | NO_LIMITS)[case]
+    (tmp_path / "own").write_text(own)
 
     def perf_counter() -> float:
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             used = str(int(per_second * 1.5 * 0.98 * clock.now))
-            (tmp_path / name).write_text(text.replace("USED", used) + "\n")
+            (tmp_path / name).write_text(text.replace("USED", used))
         return clock.now
 
     clock.perf_counter = perf_counter
@@ -199,7 +195,7 @@ def test_a_container_at_its_limit_is_busy(
     monkeypatch.setattr(module, "_machine", lambda: ("ml.g5.4xlarge", 1, "16 vCPUs"))
     train(clock, measured(SimulatedLoader(clock, 0, seconds=0.3), 72), 0.1)
     said = capsys.readouterr().out
-    if per_second:
+    if case in LIMITS:
         assert (
             "CPUs busy     98 %, without data 98 %, on 1.5 cores (the container's limit) of 16 vC"
         ) in said
