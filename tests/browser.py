@@ -42,16 +42,6 @@ MINUTES = 10  # for one notebook
 TRACKER = "@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
 
 
-def forget_outputs(folder: Path) -> None:
-    """Remove the outputs of the notebooks in this copy."""
-    for name in NOTEBOOKS:
-        notebook = json.loads((folder / name).read_text())
-        for cell in notebook["cells"]:
-            if cell["cell_type"] == "code":
-                cell |= {"outputs": [], "execution_count": None}
-        (folder / name).write_text(json.dumps(notebook))
-
-
 def start_lab(folder: Path, settings: Path) -> tuple[subprocess.Popen, str]:
     """Start JupyterLab in `folder`; return its process and address, with {} for a path."""
     (settings / TRACKER).parent.mkdir(parents=True)
@@ -93,19 +83,16 @@ def open_notebook(page, address: str) -> None:
 
 def run_all(page) -> None:
     """Run all cells, and wait for the end."""
-    started = (
-        "[...document.querySelectorAll('.jp-InputPrompt')].some(p => /[*\\d]/.test(p.innerText))"
-    )
+    prompts = "[...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]"
     for _ in range(5):  # JupyterLab does nothing while the kernel is not connected
         page.wait_for_timeout(3_000)
         page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
         page.get_by_text("Run All Cells", exact=True).click()
         page.wait_for_timeout(3_000)
-        if page.evaluate(started):
+        if page.evaluate(f"{prompts}.some(prompt => /[*\\d]/.test(prompt.innerText))"):
             break
     page.wait_for_function(
-        """() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
-            .every(prompt => /\\[\\d+\\]/.test(prompt.innerText))
+        f"""() => {prompts}.every(prompt => /\\[\\d+\\]/.test(prompt.innerText))
             || document.querySelector('[data-mime-type="application/vnd.jupyter.error"]')""",
         timeout=MINUTES * 60_000,
         polling=500,
@@ -120,11 +107,9 @@ def count(page) -> dict[str, int]:
             const count = selector => document.querySelectorAll(selector).length;
             const images = [...document.querySelectorAll('.jp-Notebook img')];
             return {
-                cells: count('.jp-CodeCell'),
                 errors: count('[data-mime-type="application/vnd.jupyter.error"]'),
                 tables: count('.jp-OutputArea table'),
                 figures: count('.jp-OutputArea .jp-RenderedImage img'),
-                images: images.length,
                 missing: images.filter(image => !image.complete || !image.naturalWidth).length,
             };
         }"""
@@ -186,7 +171,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as copy, tempfile.TemporaryDirectory() as settings:
         copy_repository(Path(copy))  # JupyterLab writes into the notebooks that it has open
         if not saved:
-            forget_outputs(Path(copy))
+            forget = [sys.executable, "-m", "nbconvert", "--clear-output", "--inplace", *NOTEBOOKS]
+            subprocess.run(forget, cwd=copy, check=True)
         lab, address = start_lab(Path(copy), Path(settings))
         try:
             with sync_playwright() as playwright:

@@ -15,7 +15,7 @@ from sagemaker.core.shapes import CheckpointConfig
 
 from helpers.jobs import Jobs
 from helpers.pages import CHECKPOINTS, EXAMPLE, TENSORFLOW
-from helpers.running import log_of, run_programs, start_programs
+from helpers.running import log_of, start_programs
 
 pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.thorough]
 pytestmark += [pytest.mark.timeout(600)]  # up to four jobs, one after another
@@ -214,6 +214,9 @@ def indices(lines: list[str], epoch: int) -> list[int]:
 
 
 def test_lightning(trained):
+    """It must be told the number of hosts, or each would train on everything."""
+    [told] = re.findall(r"Trainer\(num_nodes=(.*)\)`", (EXAMPLE / "job.md").read_text())
+    assert f"{told}\n" in CHECKPOINTS["Lightning"]
     first, second = trained(LIGHTNING + CHECKPOINTS["Lightning"])
     assert len(first + second) == 2 * EPOCHS * BATCHES
     # As the page says, the interrupted epoch starts again with its first batches.
@@ -266,25 +269,3 @@ def test_the_examples_own_scripts(example: Path, in_the_save: str, tmp_path: Pat
         )
         assert done.returncode == (-signal.SIGXFSZ if script == killed else 0)
     assert f"resumed from {folder} at step 3\n" in done.stdout
-
-
-LIGHTNING_EPOCH = """
-trainer = L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False)
-trainer.fit(model, loader)
-"""
-
-
-def test_lightning_must_be_told_the_number_of_hosts(jobs: Jobs):
-    """Otherwise each of two hosts would train on everything. job.md says what is right."""
-    told = re.search(r"Trainer\((num_nodes=.*)\)`", (EXAMPLE / "job.md").read_text())[1]
-    for given in (told, ""):
-        trainer = LIGHTNING_EPOCH.replace("max_epochs", f"{given}, max_epochs".lstrip(", "))
-        script = TORCH.replace("COUNT", "60") + LIGHTNING + trainer + END
-        job, log = run_programs(jobs, script, serve=None, groups=groups_of(2))
-        lines = [line for line in log if line.startswith("trained ")]
-        if given:
-            assert job["TrainingJobStatus"] == "Completed", job["FailureReason"]
-            assert indices(lines, 0) == [*range(60)]
-        else:
-            assert "RuntimeError: WORLD_SIZE is 2, but" in job["FailureReason"]
-            assert not lines

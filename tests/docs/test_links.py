@@ -1,7 +1,8 @@
-"""Links in Markdown files and notebooks have targets, and code words of their text exist."""
+"""Links of pages and notebooks have targets, their code words exist, and they are up to date."""
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,22 @@ def test_names_in_the_text_are_in_the_code():
         for word in name.findall(span)
     }
     assert not {(page, word) for page, word in named if word not in code}
+
+
+@pytest.mark.parametrize(
+    "code", ROOT.glob("*.sagemaker/code/*/__init__.py"), ids=lambda path: path.parent.name
+)
+def test_the_newest_entry_of_changes_is_that_of_the_folder_s_version(code: Path):
+    [version] = re.findall(r'^__version__ = "(.*?)"', code.read_text(), re.M)
+    changes = (ROOT / "CHANGES.md").read_text()
+    entries = re.findall(rf"^## {code.parent.name} (.*)", changes, re.M)
+    assert entries and entries == sorted(entries, reverse=True) and entries[0] == version
+
+
+def test_moving_has_the_row_of_each_library_s_script(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    runner = runpy.run_path(str(ROOT / "benchmarks" / "libraries.py"))
+    scripts = [path.read_text() for path in sorted(runner["FOLDER"].glob("*.py"))]
+    rows = [runner["row"](source) for source in scripts if "# ///" in source]
+    table = (ROOT / "docs" / "moving.md").read_text().partition("| Library |")[2]
+    assert len(rows) == 13 and table.splitlines()[2 : 2 + len(rows)] == rows

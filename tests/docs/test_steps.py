@@ -1,5 +1,9 @@
-"""The callbacks of docs/steps.md, as they stand, with data and steps that take a known time."""
+"""Times in frameworks, from docs/steps.md's callbacks, and `measured` as in docs/when.md.
 
+Data and steps take a known time. Each script is run again if the machine is too busy.
+"""
+
+import json
 import os
 import re
 import subprocess
@@ -10,8 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from helpers.pages import STEPS
-from helpers.slow import TORCH
+from helpers.pages import ROOT, STEPS
 from shared.monitoring import METRIC_DEFINITIONS
 from shared.monitoring.log import LogLine, step_table
 
@@ -22,6 +25,26 @@ CASES = {
     (0.04, 0.02, 1): (40, 20),
     (0.0, 0.04, 0): (40, 0),
 }
+ROWS = dict(re.findall(r"^\| (.+?) \| .*?`(.+?)`", (ROOT / "docs/when.md").read_text(), re.M))
+TORCH = """
+import sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+torch.set_num_threads(1)  # several threads would wait for each other if other programs run
+
+class Slow(Dataset):
+    def __init__(self, batches, seconds):
+        self.batches, self.seconds = batches, seconds
+
+    def __len__(self):
+        return 2 * self.batches
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds / 2)
+        return {"x": torch.ones(4)}
+"""
 # Between two hooks there is more than the wait: the copy to the GPU, logging, and validation.
 LIGHTNING = """
 import lightning as L
@@ -45,7 +68,8 @@ class Model(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
-
+"""
+LIGHTNING_STEPS = """
 for data, step, workers in CASES:
     print(f"case {data} {step} {workers}", flush=True)
     loader = DataLoader(Slow(40, data), batch_size=2, num_workers=workers)
@@ -66,7 +90,8 @@ class Model(torch.nn.Module):
     def forward(self, x):
         time.sleep(self.seconds / 2 if self.training else 0.1)
         return {"loss": self.layer(x).mean()}
-
+"""
+TRAINER_STEPS = """
 class Tracker(TrainerCallback):
     def on_log(self, *_, **__):
         time.sleep(step / 2)
@@ -175,11 +200,11 @@ def differences(found: dict[str, pd.DataFrame], is_keras: bool) -> list[str]:
 def test_steps_and_waits_are_what_they_take(framework: str, tmp_path: Path):
     """With data as the limit, with steps as the limit, and with half of the data time hidden."""
     script = {
-        "Lightning": lambda block: TORCH + LIGHTNING.replace("\nfor data", f"{block}\nfor data"),
-        "Trainer": lambda block: TORCH + TRAINER.replace("\nfor data", f"{block}\nfor data"),
-        "Keras": lambda block: KERAS.replace("\nclass Layer", f"{block}\nclass Layer"),
-    }[framework](STEPS[framework])
-    for _ in range(4):  # the machine may be too busy at times
+        "Lightning": TORCH + LIGHTNING + STEPS[framework] + LIGHTNING_STEPS,
+        "Trainer": TORCH + TRAINER + STEPS[framework] + TRAINER_STEPS,
+        "Keras": KERAS.replace("\nclass Layer", f"{STEPS[framework]}\nclass Layer"),
+    }[framework]
+    for _ in range(4):
         found = tables(script, tmp_path)
         if framework == "Keras":
             assert found.pop("another rank").empty
@@ -194,3 +219,60 @@ def test_the_callbacks_are_short():
     for block in STEPS.values():
         code = [line for line in block.splitlines() if line and not line.startswith("# steps: ")]
         assert len(code) <= 25
+
+
+# Each of two workers takes 60 ms per batch, and a step without data takes 15 ms.
+MEASURED = (
+    TORCH
+    + """
+from measured import measured
+loader = DataLoader(dataset := Slow(110, 0.06), batch_size=2, num_workers=2)
+"""
+)
+MEASURED_IN = {
+    "Lightning": LIGHTNING + """
+trainer = L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False)
+model = Model(0.015)
+LINE
+""",
+    "the Hugging Face Trainer": TRAINER + """
+class Mine(Trainer):
+    LINE
+
+arguments = TrainingArguments(
+    sys.argv[1], per_device_train_batch_size=2, num_train_epochs=1, dataloader_num_workers=2,
+    use_cpu=True, report_to=[], save_strategy="no",
+)
+Mine(Model(0.03), arguments, train_dataset=dataset).train()
+""",
+    "accelerate": TRAINER + """
+from accelerate import Accelerator
+
+accelerator, model = Accelerator(cpu=True), Model(0.03)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+LINE:
+    accelerator.backward(model(**batch)["loss"])
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+}  # fmt: skip
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("row", MEASURED_IN)
+def test_measured_finds_both_step_times_in(row: str, tmp_path: Path):
+    (tmp_path / "train.py").write_text(MEASURED + MEASURED_IN[row].replace("LINE", ROWS[row]))
+    metadata = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:9"}  # nobody answers
+    for _ in range(4):
+        said = subprocess.check_output(
+            [sys.executable, "train.py", str(tmp_path)],
+            cwd=tmp_path,
+            env={**os.environ, **metadata, "PYTHONPATH": str(ROOT / "shared")},
+            text=True,
+        )
+        found = json.loads(re.search(r'^\{"measured".*', said, re.M)[0])["measured"]
+        print(found)
+        if [found["step_ms"], found["accelerator_ms"]] == pytest.approx([30, 15], abs=4):
+            return
+    pytest.fail("the step times are wrong: see the output")

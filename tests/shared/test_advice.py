@@ -1,17 +1,27 @@
 """What the advisor recommends and names, and what it leaves out."""
 
-import json
+import math
 import re
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
-from shared import advisor
+from shared import advisor, prices
 from shared.advisor import report, verdict
 from shared.advisor.prediction import Measured
+from shared.advisor.verdict import ELSEWHERE, GO, ON_GPU, SCALE_UP, STAY
 
 P4D = Measured("ml.p4d.24xlarge", 192, accelerator_ms=80)
 P5EN = replace(P4D, instance_type="ml.p5en.48xlarge")  # has no price
+G5 = Measured("ml.g5.xlarge", 200, accelerator_ms=60)
+G6E = Measured("ml.g6e.2xlarge", 420, accelerator_ms=260, cpu_percent=96)
+RANKS = "The limit is how much data the ranks can receive"
+
+
+def row(advice: advisor.Advice, instances: str) -> pd.Series:
+    """Return the candidate with these instances."""
+    return advice.candidates.set_index("instances").loc[instances]
 
 
 def short(advice: advisor.Advice) -> tuple[str, list[str]]:
@@ -20,139 +30,164 @@ def short(advice: advisor.Advice) -> tuple[str, list[str]]:
     return text, re.findall(r"^ +(\d+ x ml\..+?): ", text, re.M)
 
 
+ANSWERS = [  # a job, the verdict, and words of what is recommended or of the reasons
+    (replace(P4D, accelerator_ms=185), STAY, "data costs 4 % of it"),
+    (replace(P4D, accelerator_ms=math.nan, gpu_percent=95), STAY, "data costs 5 % of it"),
+    (replace(P4D, cpu_percent=40), ELSEWHERE, "only 40 % busy"),
+    (replace(P4D, cpu_percent=97), GO, "the CPUs are 97 % busy"),
+    (P4D, GO, "CPU use is not known"),
+    (replace(P4D, accelerator_ms=math.nan), GO, "so predicted step times may be too low"),
+    (replace(P4D, mb_per_step=9000), ON_GPU, "No data hosts make it cheaper"),
+    (replace(P4D, instance_type="ml.trn1.32xlarge"), GO, "1 x ml.trn1.32xlarge + "),
+    # Rounding does not contradict the verdict.
+    (replace(P4D, cpu_percent=79.4), ELSEWHERE, "only 79 % busy"),
+    (replace(P4D, cpu_percent=79.9), GO, "CPU-bound (the CPUs are 80 % busy)"),
+    (replace(P4D, accelerator_ms=172.9), GO, "data costs 10 % of it. CPU-bound"),
+    (replace(P4D, accelerator_ms=174), STAY, "data costs 9 % of it. Not CPU-bound"),
+    # Some types have no price, or only one in another region.
+    (P5EN, GO, "No price of ml.p5en.48xlarge in us-east-1 is known, so the costs are not known"),
+    (replace(P4D, instance_type="ml.p5.4xlarge"), GO, "No price of ml.p5.4xlarge in us-east-1 is"),
+    (replace(P5EN, mb_per_step=2000), ON_GPU, "No data hosts make it faster."),
+    (replace(P5EN, accelerator_ms=math.nan), GO, verdict.HOW_MANY),
+    (replace(P4D, instance_type="ml.g7e.2xlarge"), GO, "first: 1 x ml.g7e.4xlarge, 1 x ml.g7e.8xl"),
+    # The ranks may be the limit of what it recommends, or leave nothing to recommend.
+    (replace(P4D, mb_per_step=600), GO, RANKS),
+    (replace(P5EN, mb_per_step=600), GO, RANKS),
+    (replace(P4D, mb_per_step=1233), ON_GPU, RANKS),
+    # Without a floor, it scales up by one size only.
+    (replace(G5, accelerator_ms=math.nan), SCALE_UP, "1 x ml.g5.2xlarge: "),
+    (replace(G5, accelerator_ms=math.nan), SCALE_UP, verdict.NEXT_SIZE),
+    # A larger instance wins unless data hosts are cheaper for sure.
+    (G6E, SCALE_UP, "1 x ml.g6e.4xlarge: "),
+    (G6E, SCALE_UP, "at most 420.0 ms a step"),
+]
+
+
+@pytest.mark.parametrize("job, answer, words", ANSWERS)
+def test_verdict(job, answer, words):
+    advice = advisor.advise(job)
+    assert advice.verdict == answer and words in f"{advice.recommended}: {' '.join(advice.reasons)}"
+    if answer in (STAY, ELSEWHERE):  # then it shows no other clusters
+        for text in (repr(advice), advice._repr_html_()):
+            assert "c5." not in text and "frontier" not in text and text == text.rstrip()
+
+
 @pytest.mark.parametrize(
     "instance_type, floor, only, answer",
     [
-        ("ml.g6e.48xlarge", 70, True, verdict.ON_GPU),  # one saves 2.7 %, others cost more
-        ("ml.g5.48xlarge", 88, False, verdict.GO),  # 4.9 or 6.4 %
+        ("ml.g6e.48xlarge", 70, True, ON_GPU),  # one saves 2.7 %, others cost more
+        ("ml.g5.48xlarge", 88, False, GO),  # 4.9 or 6.4 %
     ],
 )
 def test_data_hosts_have_to_be_worth_their_set_up(instance_type, floor, only, answer):
     job = Measured(instance_type, 100, accelerator_ms=floor)
     advice = advisor.advise(job, data_hosts_only=only)
-    table = advice.candidates.set_index("instances")["improvement (%)"]
-    assert advice.verdict == answer and table.max() > 0
-    if answer == verdict.GO:
-        assert table[advice.recommended] > 5
+    assert advice.verdict == answer and advice.candidates["improvement (%)"].max() > 0
+    if answer == GO:
+        assert row(advice, advice.recommended)["improvement (%)"] > 5
     else:
         assert "save at most 2.7 %, which is not worth their set-up" in advice.reasons[-1]
         assert short(advice)[1] == []
 
 
-def test_cpu_use_in_a_log_is_at_most_100_percent(tmp_path, capsys):
-    """A container may use more than its limit for a moment; older copies of measured.py say so."""
-    numbers = {"step_ms": 400, "accelerator_ms": 100, "instance_type": "ml.p4d.24xlarge"}
-    numbers |= {"cpu_percent": 101.2, "training_cpu_percent": 100.4}
-    (tmp_path / "log").write_text(json.dumps({"measured": numbers}))
-    advisor.main(["--log", str(tmp_path / "log")])
-    assert "the CPUs are 100 % busy" in capsys.readouterr().out
+@pytest.fixture
+def family(monkeypatch):
+    """Know only the smallest g5, two larger ones with made-up prices, and one CPU type."""
+    small = prices.find("ml.g5.xlarge")
+    known = [
+        small,
+        replace(small, instance_type="ml.g5.2xlarge", vcpus=8, usd_per_hour=1.5),
+        replace(small, instance_type="ml.g5.12xlarge", vcpus=48, gpus=4, usd_per_hour=7.0),
+        prices.find("ml.c5.9xlarge"),
+    ]
+    monkeypatch.setattr(prices, "load", lambda: known)
 
 
-@pytest.mark.parametrize("only", [True, False])
-def test_without_a_price_it_names_the_fastest_clusters(only):
-    advice = advisor.advise(P5EN, data_hosts_only=only)
-    step = advice.candidates.set_index("instances")["step time (ms)"]
-    _, named = short(advice)
-    assert advice.verdict == verdict.GO and named[0] == advice.recommended
-    assert list(step[named[1:]]) == sorted(step[named[1:]])
-    shown = report.worth_a_look(advice)["instances"]
-    assert advice.recommended in set(shown) and (step[shown[1:]] < 192).all()
-    data_type = advice.recommended.split()[-1]
-    assert repr(advice).count(data_type) >= 4  # headline, reason, and both tables
-    assert advice._repr_html_().count(data_type) >= 4
+def test_a_larger_instance_wins_unless_data_hosts_are_cheaper_for_sure(family):
+    advice = advisor.advise(G5)
+    assert (advice.verdict, advice.recommended) == (SCALE_UP, "1 x ml.g5.2xlarge")
+    larger = row(advice, "1 x ml.g5.2xlarge")
+    assert larger["step time (ms)"] == pytest.approx(100)  # 8 vCPUs instead of 4
+    assert larger["improvement (%)"] == pytest.approx(100 * (1 - 1.5 * 100 / (1.41 * 200)))
+    assert not advice.candidates["instances"].str.contains("g5.12xlarge").any()  # more GPUs
+    assert "Data hosts are the alternative" in advice.reasons[-1]  # USD 54 for 1,000 steps, not 42
+    assert list(report.worth_a_look(advice)["kind"]).count("scale up") == 1
 
-
-def test_a_price_of_another_region_is_no_price():
-    advice = advisor.advise(Measured("ml.p5.4xlarge", 192, accelerator_ms=80))
-    assert advice.verdict == verdict.GO and advice.recommended
-    assert "No price of ml.p5.4xlarge in us-east-1 is known" in " ".join(advice.reasons)
-
-
-def test_more_training_instances_get_more_data_hosts():
-    one, many = advisor.advise(P4D), advisor.advise(replace(P4D, count=16))
-    expected = re.sub(r"\b1 x", "16 x", one.recommended)
-    assert (many.verdict, many.recommended) == (verdict.GO, expected)
-    _, named = short(advisor.advise(replace(P5EN, count=16)))
-    assert len(named) == 3 and all("+ 16 x" in name for name in named[1:])
-
-
-def test_how_busy_data_hosts_keep_cpus_is_no_matter_without_data_hosts():
-    job = Measured("ml.g5.xlarge", 200, accelerator_ms=60, cpu_percent=100)
-    kept = replace(job, kept_busy_percent=50)
-    tables = [advisor.advise(one).candidates for one in (job, kept)]
-    larger = [list(table[table["kind"] == "scale up"]["step time (ms)"]) for table in tables]
-    assert larger[0] == larger[1]
-    # Preparing takes 800 core-ms, and receiving 961.3.
-    job = replace(kept, step_ms=100, mb_per_step=600)
-    advice = advisor.advise(job, cores={"ml.g5.xlarge": 8, "ml.c5.4xlarge": 16})
-    assert advice.verdict == verdict.STAY and "takes 800.0 ms" in advice.reasons[-1]
-
-
-def test_a_larger_instance_wins_unless_data_hosts_are_cheaper_for_sure():
-    job = Measured("ml.g6e.2xlarge", 420, accelerator_ms=260, cpu_percent=96)
-    advice = advisor.advise(job)
-    assert (advice.verdict, advice.recommended) == (verdict.SCALE_UP, "1 x ml.g6e.4xlarge")
-    assert "at most 420.0 ms a step" in advice.reasons[-1]
-    advice = advisor.advise(replace(job, accelerator_ms=30))  # where more of them are
-    table = advice.candidates.set_index("instances")
-    best, larger = table.loc[advice.recommended], table[table["kind"] == "scale up"]
+    advice = advisor.advise(replace(G5, accelerator_ms=20))  # data hosts can now reach 20 ms
+    data_hosts = "1 x ml.g5.xlarge + 1 x ml.c5.9xlarge"
+    assert (advice.verdict, advice.recommended) == (GO, data_hosts)
+    best = row(advice, data_hosts)
     at_most = best["USD per hour"] / 3600 * best["at most (ms)"]
-    assert advice.verdict == verdict.GO
-    assert at_most < 0.95 * larger["USD per 1,000 steps"].min()
+    assert at_most < 0.95 * row(advice, "1 x ml.g5.2xlarge")["USD per 1,000 steps"]
+    assert "A larger instance pays, but less than data hosts" in " ".join(advice.reasons)
+    unknown = advisor.advise(replace(G5, accelerator_ms=math.nan))  # they might not reach it
+    assert unknown.verdict == SCALE_UP
 
 
-def test_without_a_floor_it_scales_up_by_one_size_only():
-    advice = advisor.advise(Measured("ml.g5.xlarge", 192))
-    assert (advice.verdict, advice.recommended) == (verdict.SCALE_UP, "1 x ml.g5.2xlarge")
-    assert "is not known" in advice.reasons[0] and advice.reasons[-1] == verdict.NEXT_SIZE
-    text, named = short(advice)
+def test_gpu_preprocessing_breaks_even_where_it_costs_the_same():
+    advice = advisor.advise(P4D)
+    gpu_ms = float(re.search(r"took less than ([\d.]+) ms of GPU time", advice.reasons[-1])[1])
+    best, now = row(advice, advice.recommended), advice.candidates["USD per hour"][0]
+    cost = best["USD per hour"] * best["step time (ms)"]
+    assert now * (80 + gpu_ms) == pytest.approx(cost, rel=1e-3)
+
+
+def test_a_retired_type_is_history_and_never_proposed(monkeypatch):
+    p3, c5 = prices.find("ml.p3.2xlarge"), prices.find("ml.c5.9xlarge")
+    larger = replace(p3, instance_type="ml.p3.4xlarge", vcpus=64)  # made up, and cheap
+    monkeypatch.setattr(prices, "load", lambda: [p3, larger, c5])
+    advice = advisor.advise(Measured("ml.p3.2xlarge", 1193))
+    text = " ".join(repr(advice).split())
+    assert text.startswith("Verdict: go heterogeneous - How long")
+    since = "AWS retired ml.p3.2xlarge on 2025-12-20 (shared/advisor/retired.csv), so none of this"
+    assert since in text and "p3.4xlarge" not in text
+    said, named = short(advice)
+    assert not named and "AWS retired ml.p3.2xlarge on 2025-12-20" in said
+
+
+def test_short_names_clusters_that_cost_less_and_what_to_measure():
+    text, named = short(advisor.advise(replace(G5, accelerator_ms=math.nan)))
     assert "may be too low: measure a step without data first" in text
-    assert [name for name in named if "+" not in name] == [advice.recommended]
-
-
-def test_short_names_no_cluster_that_costs_more():
-    advice = advisor.advise(Measured("ml.g5.xlarge", 100, accelerator_ms=60))
+    assert [name for name in named if "+" not in name] == ["1 x ml.g5.2xlarge"]
+    advice = advisor.advise(replace(G5, step_ms=100))
     saved = report.worth_a_look(advice).set_index("instances")["improvement (%)"]
     _, named = short(advice)
     assert len(named) == 2 < len(saved) - 1 and (saved[named] > 0).all()
 
 
-@pytest.mark.parametrize("changes", [{"accelerator_ms": 185}, {"cpu_percent": 40}])
-def test_where_other_clusters_do_not_help_it_shows_none(changes):
-    advice = advisor.advise(replace(P4D, **changes))
-    assert advice.verdict in (verdict.STAY, verdict.ELSEWHERE)
-    for text in (repr(advice), advice._repr_html_()):
-        assert "c5." not in text and "frontier" not in text and text == text.rstrip()
+@pytest.mark.parametrize("only", [True, False])
+def test_without_a_price_it_names_the_fastest_clusters_and_when_they_pay(only):
+    advice = advisor.advise(P5EN, data_hosts_only=only)
+    step = advice.candidates.set_index("instances")["step time (ms)"]
+    _, named = short(advice)
+    assert advice.verdict == GO and named[0] == advice.recommended
+    assert list(step[named[1:]]) == sorted(step[named[1:]])
+    shown = report.worth_a_look(advice)["instances"]
+    assert advice.recommended in set(shown) and (step[shown[1:]] < 192).all()
+    text, data_type = repr(advice), advice.recommended.split()[-1]
+    assert text.startswith("Verdict: go heterogeneous: 1 x ml.p5en.48xlarge + ")
+    for told in (text, advice._repr_html_()):  # headline, reason, and both tables
+        assert told.count(data_type) >= 4 and "nan" not in told
+    words = " ".join(text.split())
+    assert "left out: c5n, c8i, m8i, r8i, whose prices are not known" in words
+    found = re.search(
+        r"- 1 x ml.p5en.48xlarge \+ (\d) x \S+, ([\d.]+) ms a step .*?, pays if one "
+        r"ml.p5en.48xlarge costs more than USD ([\d.]+) an hour",
+        words,
+    )
+    count, step_ms, usd = int(found[1]), float(found[2]), float(found[3])
+    data_cores = count * prices.find(data_type).vcpus
+    expected = 192 * 192 / (data_cores if only else 192 + data_cores)
+    assert step_ms == pytest.approx(max(80, expected), abs=0.05)
+    hourly = usd + count * prices.find(data_type).usd_per_hour
+    assert usd * 192 == pytest.approx(hourly * step_ms, rel=1e-2)
+    shown = report.shortlist(advisor.advise(replace(P5EN, accelerator_ms=math.nan)))
+    assert "ms a step, its cost is unknown without a price of ml.p5en" in shown
 
 
-@pytest.mark.parametrize("job", [P4D, P5EN])
-def test_it_says_if_the_ranks_are_the_limit_of_what_it_recommends(job):
-    advice = advisor.advise(replace(job, mb_per_step=600))
-    assert advice.verdict == verdict.GO
-    hint = "The limit is how much data the ranks can receive"
-    assert hint in " ".join(advice.reasons)
-    assert hint not in " ".join(advisor.advise(replace(job, mb_per_step=100)).reasons)
-
-
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        ({"cpu_percent": 79.4}, "only 79 % busy"),
-        ({"cpu_percent": 79.9}, "CPU-bound (the CPUs are 80 % busy)"),
-        ({"accelerator_ms": 172.9}, "data costs 10 % of it. CPU-bound"),
-        ({"accelerator_ms": 174}, "data costs 9 % of it. Not CPU-bound"),
-    ],
-)
-def test_rounding_does_not_contradict_the_verdict(changes, said):
-    assert said in " ".join(advisor.advise(replace(P4D, **changes)).reasons)
-
-
-def test_short_names_no_clusters_with_a_retired_type():
-    text, named = short(advisor.advise(Measured("ml.p3.2xlarge", 1193)))
-    assert not named and "AWS retired ml.p3.2xlarge on 2025-12-20" in text
-
-
-def test_larger_instances_are_drawn_on_top():
-    figure = advisor.plot(advisor.advise(Measured("ml.g5.xlarge", 200, accelerator_ms=60)))
-    layers = {points.get_label(): points.get_zorder() for points in figure.axes[0].collections}
-    assert layers["scale up"] > layers["heterogeneous"]
+def test_more_training_instances_get_more_data_hosts():
+    one, many = advisor.advise(P4D), advisor.advise(replace(P4D, count=16))
+    expected = re.sub(r"\b1 x", "16 x", one.recommended)
+    assert (many.verdict, many.recommended) == (GO, expected)
+    _, named = short(advisor.advise(replace(P5EN, count=16)))
+    assert len(named) == 3 and all("+ 16 x" in name for name in named[1:])

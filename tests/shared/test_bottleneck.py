@@ -22,14 +22,10 @@ ONE_P4D = {"": ("ml.p4d.24xlarge", 1)}
 def put_attempt(
     hosts: dict, steps: list[tuple[float, float]], job: str = "job", every_s: float = 60, **of_log
 ) -> None:
-    """Write logs and values of a job that started at START, with a step line each minute from 2:00.
+    """Write a job's logs and values; `hosts` has each one's group and its CPU and GPU values.
 
-    Args:
-        hosts: {host: (group, CPU values, GPU values)}, one every `every_s` (a minute on AWS).
-        steps: Step time and data wait of each step line; all hosts but data hosts print them.
-        job: The job's name.
-        every_s: Seconds from one value to the next.
-        **of_log: Arguments of `put_log`, such as another start or attempt.
+    There is a value every `every_s` seconds (60 on AWS), and from 2:00 on a step line each minute
+    of all hosts but data hosts. `of_log` are other arguments of `put_log`.
     """
     of_log = {"start": START, **of_log}
     for host, (group, cpus, gpus) in hosts.items():
@@ -72,12 +68,8 @@ def test_utilisation_is_a_percentage_of_the_instance_while_it_trains(aws):
 def test_utilisation_of_a_short_training_is_of_the_minute_that_it_is_in(aws):
     put_one([1, 4800, 3], [], [10])
     (row,) = monitoring.utilisation("job").to_dict("records")
-    assert row == {
-        "group": "homogeneousCluster",
-        "host": "algo-1",
-        "instance type": "ml.p4d.24xlarge",
-        "CPU (%)": pytest.approx(50),
-    }
+    names = {"group": "homogeneousCluster", "host": "algo-1", "instance type": "ml.p4d.24xlarge"}
+    assert row == {**names, "CPU (%)": pytest.approx(50)}
 
 
 @pytest.mark.parametrize(
@@ -212,15 +204,13 @@ def test_the_verdict_rests_on_what_measured_has_printed(aws):
     )
 
 
-def test_other_programs_on_the_machine_are_named(aws):
+@pytest.mark.parametrize("percent", [2, 12])
+def test_other_programs_on_the_machine_are_named(aws, percent):
     put_one([9500] * 6, [], [100] * 5)
-    put_use("job", bottleneck.OTHERS, "CPUUtilization", [2] * 6, START)
-    assert "ther programs" not in monitoring.plot_job("job").get_suptitle()
-    put_job("busy", ONE_P4D)
-    put_attempt({"algo-1": ("homogeneousCluster", [9500] * 6, [])}, [(200, 100)] * 5, "busy")
-    put_use("busy", bottleneck.OTHERS, "CPUUtilization", [12] * 6, START)
-    told = " ".join(monitoring.plot_job("busy").get_suptitle().split())
-    assert "Other programs took 12 % of this machine's CPU time, which makes steps longer" in told
+    put_use("job", bottleneck.OTHERS, "CPUUtilization", [percent] * 6, START)
+    told = " ".join(monitoring.plot_job("job").get_suptitle().split())
+    said = f"Other programs took {percent} % of this machine's CPU time, which makes steps longer"
+    assert (said in told) == ("ther programs" in told) == (percent > 2)
 
 
 def test_on_aws_a_gpu_without_values_is_not_taken_for_none(aws):
@@ -253,16 +243,11 @@ def test_the_figure_draws_percentages_of_the_instance_over_time(aws):
     assert training.get_facecolor()[:3] == pytest.approx(to_rgb("0.93"))
 
 
-def test_values_of_less_than_a_minute_are_drawn_one_by_one(aws):
-    put_one([96 * i for i in range(60)], [], [20], every_s=2)
-    host, *_ = monitoring.plot_job("job").axes
-    assert list(host.lines[0].get_ydata()) == pytest.approx(list(range(41)))  # to 2:00
-    assert list(host.lines[0].get_xdata()) == list(range(40, 121, 2))
-
-
-def test_a_long_job_is_drawn_in_minutes(aws):
-    put_one([], [], [20] * 11)
-    _, step = monitoring.plot_job("job").axes
+def test_values_of_less_than_a_minute_are_drawn_one_by_one_and_long_jobs_in_minutes(aws):
+    put_one([96 * i for i in range(60)], [], [20] * 11, every_s=2)
+    host, step = monitoring.plot_job("job").axes
+    assert list(host.lines[0].get_ydata()) == pytest.approx(list(range(60)))
+    assert list(host.lines[0].get_xdata()) == pytest.approx([(40 + 2 * i) / 60 for i in range(60)])
     assert step.get_xlabel() == "minutes since the first line of the log"
     assert list(step.lines[0].get_xdata()) == pytest.approx(list(range(2, 13)))
 
@@ -281,13 +266,16 @@ def test_unknown_types_and_hosts_without_values_are_said_to_be_so(aws, capsys):
     assert nothing.texts[0].get_text() == "CloudWatch has no values for this host."
 
 
-def test_values_that_are_not_there_yet_are_not_taken_for_idle_hosts(aws, capsys):
-    put_one([9600], [], [20] * 5)
-    assert monitoring.plot_job("job").axes[0].get_title("right") == (
-        "no values for its CPUs during training"
-    )
+@pytest.mark.parametrize("cpus, steps", [([9600], 5), ([], 0)])
+def test_values_that_are_not_there_yet_are_not_taken_for_idle_hosts(aws, capsys, cpus, steps):
+    put_one(cpus, [], [20] * steps)
+    host, *step = monitoring.plot_job("job").axes
+    assert len(step) == bool(steps)
+    assert not steps or host.get_title("right") == "no values for its CPUs during training"
     monitoring.main(["job"])
-    assert "Bottleneck: unknown, because CloudWatch has no values" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "unknown, because CloudWatch has no values" in shown
+    assert ("No step lines" in shown) == (not steps)
 
 
 def test_values_that_come_later_are_said_to_be_missing(aws, capsys):
@@ -346,14 +334,6 @@ def test_after_a_spot_restart_all_figures_are_of_the_last_attempt(aws, capsys):
         "== dnn_group / algo-1, attempt 2 of 2 (6 lines)",
     ]
     assert not said
-
-
-def test_a_job_without_metrics_or_step_lines_says_so(aws, capsys):
-    put_one([], [], [])
-    monitoring.main(["job"])
-    shown = capsys.readouterr().out
-    assert "No step lines" in shown and "unknown, because CloudWatch has no values" in shown
-    assert len(monitoring.plot_job("job").axes) == 1
 
 
 def test_the_command_prints_what_is_known_and_writes_the_figure(aws, capsys, tmp_path):

@@ -16,17 +16,14 @@ from shared.local_sagemaker import job
 from shared.monitoring import log
 
 # The data host has nothing to say until the end.
-SCRIPT = (
-    READ_CONFIG
-    + """
+SCRIPT = f"""{READ_CONFIG}
 import time
 if group == "dnn_group":
     for step in range(1, 4):
-        print(f"step={step} loss=1 step_time_ms=100 data_wait_ms=60 samples_per_s=1", flush=True)
+        print("step=1 loss=1 step_time_ms=100 data_wait_ms=60 samples_per_s=1", flush=True)
 time.sleep(1)
-print(f"host={config['current_host']} ends", flush=True)
+print("host=" + config["current_host"], "ends", flush=True)
 """
-)
 
 
 @pytest.fixture
@@ -44,12 +41,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
 
             return start
 
-        slow = SimpleNamespace(
-            groups=real.groups,
-            create_log_group=real.create_log_group,
-            create_log_stream=later(real.create_log_stream),
-            put_log_events=later(real.put_log_events),
-        )
+        slow = SimpleNamespace(groups=real.groups, create_log_group=real.create_log_group)
+        slow.create_log_stream = later(real.create_log_stream)
+        slow.put_log_events = later(real.put_log_events)
         monkeypatch.setattr(job, "logs_backends", {DEFAULT_ACCOUNT_ID: {"us-east-1": slow}})
 
     yield set_delay
@@ -74,6 +68,9 @@ def test_readers_wait_for_the_last_line_of_each_host(late, jobs: Jobs):
     assert sum(line.text.endswith(" ends") for line in lines) == 2
     assert time.monotonic() - asked < 7  # until the last line is there, and one more look
     assert len(received) == len(lines), "what was there already was read again"
+    asked = time.monotonic()
+    assert len(monitoring.logs(name)) == len(lines)
+    assert time.monotonic() - asked < log.LOOK_EVERY_SECONDS  # now that all is there
 
 
 def test_where_hosts_do_not_say_that_they_end_readers_wait_twice_the_longest_delay(
@@ -81,15 +78,9 @@ def test_where_hosts_do_not_say_that_they_end_readers_wait_twice_the_longest_del
 ):
     monkeypatch.setattr(log, "QUIET_SECONDS", 0)
     late(2)
-    name = run(jobs, SCRIPT.replace(" ends", " has no more"))
+    # The first lines are there when the job ends, and tell the delay of the last ones.
+    name = run(jobs, SCRIPT.replace('"ends"', '"has no more"').replace("sleep(1)", "sleep(3)"))
     assert sum("has no more" in line.text for line in monitoring.logs(name)) == 2
-
-
-def test_nobody_waits_for_a_log_that_is_there(jobs: Jobs):
-    name = run(jobs)
-    asked = time.monotonic()
-    assert sum(line.text.endswith(" ends") for line in monitoring.logs(name)) == 2
-    assert time.monotonic() - asked < log.LOOK_EVERY_SECONDS  # it does not look again
 
 
 def test_nobody_waits_for_a_job_that_runs(late, jobs: Jobs):

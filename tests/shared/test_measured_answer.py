@@ -40,20 +40,20 @@ def test_prints_what_follows_and_three_clusters(clock, capsys, monkeypatch):
     assert len(lines) == 12 and all("USD" in line for line in lines[7:10])
 
 
-def test_rounding_does_not_contradict_the_verdict(clock, capsys, monkeypatch):
-    monkeypatch.setattr(module, "_sample", lambda _: (clock.now, 79.9 * clock.now, 100 * clock.now))
-    train(clock, measured(SimulatedLoader(clock, 0, seconds=0.011), 72), 0.1)
-    printed = capsys.readouterr().out
-    assert "data costs    10 % of a step\nCPUs busy     80 %" in printed
-    assert "verdict       CPU-bound" in printed
-
-
-def test_a_container_that_uses_more_than_its_limit_for_a_moment_is_100_percent_busy(
-    clock, capsys, monkeypatch
-):
-    monkeypatch.setattr(module, "_sample", lambda _: (clock.now, 101 * clock.now, 100 * clock.now))
-    train(clock, measured(SimulatedLoader(clock, 0, seconds=0.3), 72), 0.1)
-    assert "CPUs busy     100 %, without data 100 %" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "data, busy, printed",
+    [
+        # Rounding does not contradict the verdict.
+        (0.011, 79.9, "data costs    10 % of a step\nCPUs busy     80 %"),
+        # A container may use more than its limit for a moment.
+        (0.3, 101, "data costs    75 % of a step\nCPUs busy     100 %, without data 100 %"),
+    ],
+)
+def test_percentages_are_rounded(clock, capsys, monkeypatch, data, busy, printed):
+    monkeypatch.setattr(module, "_sample", lambda _: (clock.now, busy * clock.now, 100 * clock.now))
+    train(clock, measured(SimulatedLoader(clock, 0, seconds=data), 72), 0.1)
+    said = capsys.readouterr().out
+    assert printed in said and "verdict       CPU-bound" in said
 
 
 PROGRAM = """

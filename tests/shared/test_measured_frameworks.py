@@ -1,208 +1,185 @@
 """measured.py in real time; time.sleep stands for work, because other programs don't slow it."""
 
-import functools
 import time
-from types import SimpleNamespace
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
 
 from helpers.simulated import numbers
 from shared import measured as module
 from shared.measured import measured
 
 pytestmark = pytest.mark.usefixtures("alone")
+thorough = pytest.mark.thorough  # test_measured.py has more cases, in simulated time
 
-# The loop is from PyTorch's official example, mnist/main.py.
-MNIST = """
-import time
-import torch
-import torch.nn.functional as F
-from torch import nn, optim
-from torch.utils.data import DataLoader, Dataset
+
+@pytest.fixture
+def finds(capsys) -> Callable:
+    """Checks that a run finds about the given times, or those that two further runs take."""
+
+    def finds(run: Callable[[], None], step_ms: Callable, floor_ms: Callable) -> None:
+        for _ in range(8):  # now and then a machine is too busy even for that
+            run()
+            found = numbers(capsys.readouterr().out)
+            times, expected = (found["step_ms"], found["accelerator_ms"]), (step_ms(), floor_ms())
+            if times == pytest.approx(expected, rel=0.1, abs=2):
+                return
+        pytest.fail(f"{times} instead of {expected}")
+
+    return finds
+
+
+def mean_ms(ends: list[float], first: int = 10) -> float:
+    """Return the mean step time, without the first steps."""
+    return 1000 * (ends[-1] - ends[first - 1]) / (len(ends) - first)
+
 
 class Digits(Dataset):
-    def __init__(self, batches, seconds):
+    def __init__(self, batches: int, seconds: float):
         self.batches, self.seconds = batches, seconds
-    def __len__(self):
+
+    def __len__(self) -> int:
         return 8 * self.batches
-    def __getitem__(self, index):
+
+    def __getitem__(self, index: int) -> tuple:
         time.sleep(self.seconds / 8)
         return torch.full((1, 28, 28), index / len(self)), index % 10
 
-class Net(nn.Module):
-    def __init__(self, seconds):
+
+class Net(torch.nn.Module):
+    def __init__(self, seconds: float):
         super().__init__()
-        self.fc, self.seconds = nn.Linear(28 * 28, 10), seconds
-    def forward(self, x):
+        self.fc, self.seconds = torch.nn.Linear(28 * 28, 10), seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(self.seconds)
         return F.log_softmax(self.fc(torch.flatten(x, 1)), dim=1)
 
-def train(args, model, device, train_loader, optimizer, epoch):
+
+def train(model: Net, train_loader, wrap: Callable = iter) -> float:
+    """Train as PyTorch's official example, mnist/main.py, does; return the step time."""
+    ends, optimizer = [], torch.optim.Adadelta(model.parameters())
     model.train()
-    for batch_idx, (data, target) in enumerate(train_loader):
-        data, target = data.to(device), target.to(device)
+    for batch_idx, (data, target) in enumerate(wrap(train_loader)):
+        data, target = data.to("cpu"), target.to("cpu")
         optimizer.zero_grad()
         output = model(data)
         loss = F.nll_loss(output, target)
         loss.backward()
         optimizer.step()
-        if batch_idx % args.log_interval == 0:
-            print(f"Train Epoch: {epoch} [{batch_idx * len(data)}/{len(train_loader.dataset)}]")
-"""
-
-
-def train_mnist(script: str, loader, seconds: float) -> float:
-    """Run the script's loop and return its step time in ms, without the first steps."""
-    names = {"measured": measured}
-    exec(script, names)
-    model, ends = names["Net"](seconds), []
-    optimizer = torch.optim.Adadelta(model.parameters())
-    optimizer.register_step_post_hook(lambda *_: ends.append(time.perf_counter()))
-    args = SimpleNamespace(log_interval=10)
-    names["train"](args, model, torch.device("cpu"), loader, optimizer, 1)
-    return 1000 * (ends[-1] - ends[9]) / (len(ends) - 10)
-
-
-class OneBatch:
-    """A loader that repeats the first batch of another one."""
-
-    def __init__(self, loader):
-        self.dataset, self.batches = loader.dataset, [next(iter(loader))] * 30
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
-def close(found: dict, step_ms: float, floor_ms: float) -> bool:
-    """Whether both found times are within 10 %, or 2 ms, of the given ones."""
-    print(f"{found['step_ms']:.1f} {step_ms:.1f} {found['accelerator_ms']:.1f} {floor_ms:.1f}")
-    return [found["step_ms"], found["accelerator_ms"]] == pytest.approx(
-        [step_ms, floor_ms], rel=0.1, abs=2
-    )
+        ends.append(time.perf_counter())
+        if batch_idx % 10 == 0:
+            print(f"Train Epoch: 1 [{batch_idx * len(data)}]")
+    return mean_ms(ends)
 
 
 @pytest.mark.parametrize(
     "workers, data, step",
-    [(0, 0.02, 0.02), (2, 0.06, 0.015), (2, 0.02, 0.03)],
-    ids=["no workers", "loader is the limit", "loader is not the limit"],
+    [
+        pytest.param(0, 0.02, 0.02, marks=thorough, id="no workers"),
+        pytest.param(2, 0.06, 0.015, id="loader is the limit"),
+        pytest.param(2, 0.02, 0.03, marks=thorough, id="loader is not the limit"),
+    ],
 )
-def test_pytorch_script_as_two_jobs_find_it(capsys, workers, data, step):
-    names: dict = {}
-    exec(MNIST, names)
+def test_pytorch_loop_as_two_jobs_find_it(finds, workers, data, step):
+    def loader(batches: int) -> DataLoader:
+        return DataLoader(Digits(batches, data), batch_size=8, num_workers=workers)
 
-    def loader(batches: int):
-        digits = names["Digits"](batches, data)
-        return torch.utils.data.DataLoader(digits, batch_size=8, num_workers=workers)
-
-    with_one_line = MNIST.replace(
-        "enumerate(train_loader)", "enumerate(measured(train_loader, 72))"
+    finds(
+        lambda: train(Net(step), loader(150), lambda batches: measured(batches, 72)),
+        lambda: train(Net(step), loader(40)),
+        lambda: train(Net(step), [next(iter(loader(1)))] * 30),
     )
-    assert with_one_line != MNIST
-    for _ in range(8):  # now and then a machine is too busy even for that
-        train_mnist(with_one_line, loader(150), step)
-        found = numbers(capsys.readouterr().out)
-        step_ms = train_mnist(MNIST, loader(40), step)
-        if close(found, step_ms, train_mnist(MNIST, OneBatch(loader(1)), step)):
-            return
-    pytest.fail(capsys.readouterr().out)
 
 
-def pipeline(data: float, kind: str):
-    """A tf.data.Dataset that makes a batch in `data` seconds."""
+def slow(data: float, *tensors: list, prefetch: int = 2):
+    """A tf.data.Dataset that makes a batch in `data` seconds; its sleep takes no CPU time."""
     import tensorflow as tf
-    from tensorflow.python.data.experimental.ops import testing  # its sleep takes no CPU time
+    from tensorflow.python.data.experimental.ops import testing
+
+    dataset = tf.data.Dataset.from_tensors(tensors).repeat()
+    return dataset.apply(testing.sleep(int(1e6 * data))).prefetch(prefetch)
+
+
+def slow_in_parallel(data: float):
+    """The same, but up to four batches at a time, as far as there are cores."""
+    import tensorflow as tf
+
+    def slowly(x: np.ndarray) -> np.ndarray:
+        time.sleep(4 * data)
+        return x
 
     dataset = tf.data.Dataset.from_tensors([1.0]).repeat()
-    if kind == "parallel":  # up to four at a time, as far as there are cores
-
-        def slowly(x):
-            time.sleep(4 * data)
-            return x
-
-        function = functools.partial(tf.numpy_function, slowly, Tout=tf.float32)
-        return dataset.map(lambda x: function([x]), num_parallel_calls=4).prefetch(1)
-    return dataset.apply(testing.sleep(int(1e6 * data))).prefetch(tf.data.AUTOTUNE)
+    return dataset.map(
+        lambda x: tf.numpy_function(slowly, [x], tf.float32), num_parallel_calls=4
+    ).prefetch(1)
 
 
 @pytest.mark.parametrize(
-    "data, step, kind",
-    [(0.02, 0.012, "parallel"), pytest.param(0.005, 0.03, "", marks=pytest.mark.thorough)],
+    "data, step, make",
+    [
+        (0.02, 0.012, slow_in_parallel),
+        pytest.param(
+            *(0.005, 0.03, lambda data: slow(data, [1.0], prefetch=-1)),  # -1: AUTOTUNE
+            marks=thorough,
+        ),
+    ],
 )
-def test_tensorflow_loop_as_two_jobs_find_it(capsys, data, step, kind):
-    def step_ms(batches) -> float:
+def test_tensorflow_loop_as_two_jobs_find_it(finds, data, step, make):
+    def train(batches) -> float:
         ends = []
         for _ in batches:
             time.sleep(step)
             ends.append(time.perf_counter())
-        return 1000 * (ends[-1] - ends[19]) / (len(ends) - 20)
-
-    for _ in range(8):  # now and then a machine is too busy even for that
-        loop = measured(pipeline(data, kind), 144)
-        for _ in loop:
-            time.sleep(step)
-            if loop.reported:
+            if getattr(batches, "reported", False):
                 break
-        found = numbers(capsys.readouterr().out)
-        plain, one = pipeline(data, kind), pipeline(data, kind).take(1).cache().repeat()
-        if close(found, step_ms(plain.take(60)), step_ms(one.take(60))):
-            return
-    pytest.fail(capsys.readouterr().out)
+        return mean_ms(ends, 20)
+
+    finds(
+        lambda: train(measured(make(data), 144)),
+        lambda: train(make(data).take(60)),
+        lambda: train(make(data).take(1).cache().repeat().take(60)),
+    )
 
 
-@pytest.mark.thorough
-def test_keras_fit_as_two_jobs_find_it(capsys):
+def keras_model(**settings):
     import tensorflow as tf
-    from tensorflow.python.data.experimental.ops import testing  # its sleep takes no CPU time
 
-    dataset = tf.data.Dataset.from_tensors(([[1.0, 2.0]], [[3.0]])).repeat()
-    dataset = dataset.apply(testing.sleep(40_000)).prefetch(2)
     model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
-    model.compile(loss="mse")
-    work = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, logs: time.sleep(0.015))
+    model.compile(loss="mse", **settings)
+    return model
 
-    def step_ms(dataset) -> float:
+
+def after_each_batch(function: Callable[[], None]):
+    import tensorflow as tf
+
+    return tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: function())
+
+
+@thorough
+def test_keras_fit_as_two_jobs_find_it(finds):
+    dataset, model = slow(0.04, [[1.0, 2.0]], [[3.0]]), keras_model()
+    work = after_each_batch(lambda: time.sleep(0.015))
+
+    def fit(dataset) -> float:
         ends = []
-        look = tf.keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda *_, logs: ends.append(time.perf_counter())
-        )
+        look = after_each_batch(lambda: ends.append(time.perf_counter()))
         model.fit(dataset, steps_per_epoch=40, callbacks=[work, look], verbose=0)
-        return 1000 * (ends[-1] - ends[9]) / (len(ends) - 10)
+        return mean_ms(ends)
 
-    for _ in range(8):
-        module.measured_fit(model, dataset, callbacks=[work], verbose=0)
-        found = numbers(capsys.readouterr().out)
-        if close(found, step_ms(dataset), step_ms(dataset.take(1).cache().repeat())):
-            return
-    pytest.fail(capsys.readouterr().out)
-
-
-@pytest.mark.thorough
-def test_keras_callbacks_may_pause_at_a_rhythm(capsys):
-    import tensorflow as tf
-    from tensorflow.python.data.experimental.ops import testing  # its sleep takes no CPU time
-
-    dataset = tf.data.Dataset.from_tensors(([[1.0, 2.0]], [[3.0]])).repeat()
-    dataset = dataset.apply(testing.sleep(40_000)).prefetch(1)
-    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
-    model.compile(loss="mse")
-
-    def work(batch, logs):
-        time.sleep(0.015 + 0.4 * (batch % 6 == 5))  # five steps, and one with an evaluation
-
-    work = tf.keras.callbacks.LambdaCallback(on_train_batch_end=work)
-    for _ in range(8):  # now and then a machine is too busy even for that
-        module.measured_fit(model, dataset, callbacks=[work], verbose=0)
-        found = numbers(capsys.readouterr().out)
-        # After a pause, one or two batches are ready: four or five of six steps take 40 ms.
-        if 15 < found["accelerator_ms"] < 22 and 30 < found["step_ms"] < 42:
-            return
-    pytest.fail(f"{found}")
+    finds(
+        lambda: module.measured_fit(model, dataset, callbacks=[work], verbose=0),
+        lambda: fit(dataset),
+        lambda: fit(dataset.take(1).cache().repeat()),
+    )
 
 
 def test_keras_fit_of_a_python_dataset_and_of_arrays(capsys):
     """A PyDataset prepares batches when fit asks for them."""
-    import numpy as np
     import tensorflow as tf
 
     class Slow(tf.keras.utils.PyDataset):
@@ -213,14 +190,11 @@ def test_keras_fit_of_a_python_dataset_and_of_arrays(capsys):
             time.sleep(0.04)
             return np.ones((2, 2), "float32"), np.ones((2, 1), "float32")
 
-    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
-    model.compile(loss="mse")
-    work = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, logs: time.sleep(0.02))
-    module.measured_fit(model, Slow(), callbacks=[work], verbose=0)
+    work = after_each_batch(lambda: time.sleep(0.02))
+    module.measured_fit(keras_model(), Slow(), callbacks=[work], verbose=0)
     found = numbers(capsys.readouterr().out)
     assert 38 < found["step_ms"] < 90 and 20 < found["accelerator_ms"] < 38  # it prefetches
     with pytest.raises(TypeError, match=r"measured_fit\(ndarray\).*arrays are prepared already"):
-        module.measured_fit(model, np.ones((2, 2)))
-    model.compile(loss="mse", steps_per_execution=2)
+        module.measured_fit(keras_model(), np.ones((2, 2)))
     with pytest.raises(ValueError, match="compile the model with steps_per_execution=1"):
-        module.measured_fit(model, Slow())
+        module.measured_fit(keras_model(steps_per_execution=2), Slow())

@@ -60,10 +60,10 @@ def test_reads_all_pages_and_keeps_the_order_of_lines_of_one_millisecond():
     assert [line.text for line in monitoring.logs("job")] == written
 
 
-def test_no_log_is_a_clear_error():
-    with pytest.raises(ValueError, match="There is no log of training job 'job'"):
-        monitoring.logs("job")  # not even the log group
-    put_log("other", "algo-1", ["text"])
+@pytest.mark.parametrize("other", [[], ["other"]], ids=["no log group", "no log of the job"])
+def test_no_log_is_a_clear_error(other):
+    for name in other:
+        put_log(name, "algo-1", ["text"])
     with pytest.raises(ValueError, match="There is no log of training job 'job'"):
         monitoring.logs("job")
 
@@ -105,16 +105,6 @@ def test_side_by_side_columns_are_as_wide_as_their_text(monkeypatch):
     assert second.index("a < b") - 9 == first.index("== dnn") and third.endswith("done")
     left, right = re.findall(r"<pre.*?>(.*?)</pre>", shown[0]["text/html"], re.S)
     assert "serving" in left and "a &lt; b" in right
-
-
-def test_a_name_that_a_restart_gave_to_a_host_of_another_group_is_two_hosts(capsys):
-    put_log("job", "algo-1", ["host=algo-1 group=data_group instance_type=any", "interrupted"])
-    again = ["host=algo-1 group=dnn_group instance_type=any", "trains"]
-    put_log("job", "algo-1", again, at_s=0.05, attempt=2)
-    monitoring.show_logs("job", group="dnn_group")
-    shown = capsys.readouterr().out
-    assert "== dnn_group / algo-1, attempt 2 of 2 (2 lines)" in shown
-    assert "interrupted" not in shown
 
 
 def test_a_restart_is_seen_though_hosts_have_printed_nothing_before_it():
@@ -169,16 +159,12 @@ def test_what_else_a_step_line_says_breaks_and_replaces_nothing(line):
     read = table.drop(columns=["step", "step_time_ms", "host", "time"])
     usual = dict.fromkeys(["epoch", "loss", "data_wait_ms", "samples_per_s"], math.nan)
     assert read.iloc[0].to_dict() == pytest.approx(usual | OWN_LINES[line], nan_ok=True)
+    last_line = "training finished after step 150: loss 0.0827"  # of one batch, not of an interval
     for metric in monitoring.METRIC_DEFINITIONS:  # CloudWatch graphs the same value or none
         if found := re.search(metric["Regex"], line):
             assert float(found[1]) == table[metric["Name"]][0]
-
-
-def test_metric_definitions_find_all_of_a_step_line_and_nothing_in_the_last():
-    regexes = [metric["Regex"] for metric in monitoring.METRIC_DEFINITIONS]
-    assert [re.search(r, STEP_LINES[0])[1] for r in regexes] == ["2.25", "12.34", "4.56", "10372.1"]
-    last_line = "training finished after step 150: loss 0.0827"  # of one batch, not of an interval
-    assert not any(re.search(regex, last_line) for regex in regexes)
+        assert float(re.search(metric["Regex"], STEP_LINES[0])[1]) == table[metric["Name"]][1]
+        assert not re.search(metric["Regex"], last_line)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +210,9 @@ def test_plot_steps_draws_step_time_and_what_data_costs_of_it():
     assert list(step_time.lines[0].get_ydata()) == [11, 12] and not data_wait.lines
 
 
-def test_wait_prints_each_change_of_status_once(monkeypatch, capsys):
+def test_wait_prints_each_change_of_status_once_and_raises_the_reason_of_a_failure(
+    monkeypatch, capsys
+):
     job = put_job(training_job_status="InProgress")
     sleeps = []
 
@@ -242,10 +230,6 @@ def test_wait_prints_each_change_of_status_once(monkeypatch, capsys):
     assert monitoring.wait("job")["TrainingJobStatus"] == "Completed" and len(sleeps) == 3
     shown = re.findall(r"^ +\d+\.\d s  ([\w ]+)", capsys.readouterr().out, re.MULTILINE)
     assert shown == ["Starting", "Downloading", "Training", "job Completed"]
-
-
-def test_wait_raises_with_the_reason_of_a_failure():
-    reason = "AlgorithmError: no data host is left"
-    put_job(training_job_status="Failed", failure_reason=reason)
-    with pytest.raises(RuntimeError, match=f"'job' failed: {reason}"):
+    job.training_job_status, job.failure_reason = "Failed", "AlgorithmError: no data host is left"
+    with pytest.raises(RuntimeError, match=f"'job' failed: {job.failure_reason}"):
         monitoring.wait("job")

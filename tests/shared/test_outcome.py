@@ -50,11 +50,10 @@ def test_possible_is_the_floor_or_the_data_on_all_cores_that_prepare_it(aws, sam
     )
 
 
-@pytest.mark.parametrize("wait", [0, 10, 60])
-def test_the_judged_jobs_own_wait_and_cpus_do_not_make_it_possible(aws, wait):
+def test_the_judged_jobs_own_wait_and_cpus_do_not_make_it_possible(aws):
     """However long it waits for its data: what was possible stays the same."""
     put_use("heterogeneous", "algo-2", "CPUUtilization", [7200] * 6, START)
-    assert judge(heterogeneous=150, wait=wait).possible_ms == pytest.approx(90)
+    assert judge(heterogeneous=150, wait=60).possible_ms == pytest.approx(90)
 
 
 @pytest.mark.parametrize(
@@ -62,27 +61,27 @@ def test_the_judged_jobs_own_wait_and_cpus_do_not_make_it_possible(aws, wait):
     [
         ({"heterogeneous": 80}, "took 80.0 ms, less than was possible by the numbers of the homog"),
         ({"floor": 220}, "without data a step took longer (220.0 ms) than in the homogeneous job"),
+        ({"heterogeneous": 87}, ""),  # a few percent are no contradiction
     ],
 )
 def test_numbers_that_contradict_each_other_give_no_verdict(aws, times, reason):
     said = str(judge(**times))
-    assert "; no verdict, because " in said and reason in said
-    assert "of what was possible" not in said and "at most" not in said
+    if reason:
+        assert "; no verdict, because " in said and reason in said
+        assert "of what was possible" not in said and "at most" not in said
+    else:
+        assert said.endswith("= 100% of what was possible")
 
 
-def test_a_few_percent_are_no_contradiction(aws):
-    assert str(judge(heterogeneous=87)).endswith("= 100% of what was possible")
-
-
-@pytest.mark.parametrize("job", ["homogeneous", "heterogeneous"])
-def test_other_programs_are_named_and_there_is_no_verdict(aws, job):
-    put_use(job, bottleneck.OTHERS, "CPUUtilization", [4] * 30, START, every_s=5)
+def test_other_programs_are_named_and_there_is_no_verdict(aws):
+    put_use("homogeneous", bottleneck.OTHERS, "CPUUtilization", [4] * 30, START, every_s=5)
     assert not judge().problem
+    put_use("heterogeneous", bottleneck.OTHERS, "CPUUtilization", [28] * 30, START, every_s=5)
     put_use("synthetic", bottleneck.OTHERS, "CPUUtilization", [30] * 30, START, every_s=5)
-    said = str(judge())
     assert (
-        "no verdict, because other programs took CPU time: 30 % during the data-free job." in said
-    )
+        "no verdict, because other programs took CPU time: 28 % during the heterogeneous job, "
+        "30 % during the data-free job."
+    ) in str(judge())
 
 
 def test_measured_has_the_floor_too(aws):

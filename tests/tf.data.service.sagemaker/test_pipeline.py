@@ -39,13 +39,6 @@ def labels(files: list[str], **settings) -> list[list[int]]:
     ]
 
 
-def test_images_come_as_they_are_without_augmentation(files: list[str]):
-    for images, numbers in pipeline.build(files, 16, augment=0, passes=1).as_numpy_iterator():
-        assert images.dtype == np.float32 and numbers.dtype == np.int64
-        for got, number in zip(images, numbers, strict=True):
-            np.testing.assert_allclose(got, image(int(number)) / 255, atol=1e-6)
-
-
 def test_jpeg_and_other_sizes_are_read_too(tmp_path: Path):
     picture, stream = Image.new("RGB", (90, 60), (255, 128, 0)), io.BytesIO()
     picture.save(stream, "JPEG")
@@ -82,13 +75,14 @@ def test_workers_together_give_every_record_once_in_each_pass_with_its_label(
         monkeypatch.setenv("HETERO_DATA_HOSTS", dispatcher)
         settings = {"augment": 0, "seed": 7, "passes": 3, "on_data_hosts": True}
         for images, numbers, ns in pipeline.build(files, 8, **settings).as_numpy_iterator():
+            assert images.dtype == np.float32 and numbers.dtype == np.int64
             for got, number in zip(images, numbers, strict=True):
                 np.testing.assert_allclose(got, image(int(number)) / 255, atol=1e-6)
             seen += zip(ns.tolist(), numbers.tolist(), strict=True)
     assert sorted(seen) == [*product((7, 8, 9), range(FILES * RECORDS))]
 
 
-def test_order_depends_on_the_seed_and_the_pass(files: list[str]):
+def test_order_depends_on_seed_and_pass_and_endless_batches_are_full(files: list[str]):
     once = labels(files, augment=0, passes=1, seed=1)
     assert once == labels(files, augment=0, passes=1, seed=1)
     assert once != labels(files, augment=0, passes=1, seed=2)
@@ -96,11 +90,8 @@ def test_order_depends_on_the_seed_and_the_pass(files: list[str]):
     first = [*dict.fromkeys(numbers)]
     second = [*dict.fromkeys(reversed(numbers))][::-1]
     assert sorted(first) == sorted(second) == [*range(FILES * RECORDS)] and first != second
-
-
-def test_endless_batches_are_full(files: list[str]):
-    batches = pipeline.build(files, 50, augment=0).take(10).as_numpy_iterator()
-    assert {len(numbers) for _, numbers in batches} == {50}
+    endless = pipeline.build(files, 50, augment=0).take(10).as_numpy_iterator()
+    assert {len(numbers) for _, numbers in endless} == {50}
 
 
 def test_augmentation_differs_in_each_pass_and_repeats_with_the_seed(files: list[str]):

@@ -1,18 +1,19 @@
-"""`distribute`: names, ranks, epochs, and what happens if no data host answers.
+"""`distribute`: names, ranks, epochs, random numbers, state, and data hosts that do not answer.
 
 test_service_pipelines.py tests which pipelines it takes, and test_tensorflow.py tests jobs. Here
-the workers are in this process.
+the workers are in this process. helpers/carried.py has the pipelines with random numbers and state;
+`make containers` runs it with TensorFlow 2.12, too.
 """
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -26,10 +27,11 @@ SAMPLES = 400
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
     """Import TensorFlow, which takes seconds, only in the process that runs these tests."""
-    global Dataset, distribute, distributed, numpy_function, tf
+    global Dataset, carried, distribute, numpy_function, tf
     import tensorflow as tf
 
-    from service import distribute, distributed, numpy_function
+    from helpers import carried
+    from service import distribute, numpy_function
 
     Dataset = tf.data.Dataset
 
@@ -56,15 +58,6 @@ def test_several_ranks_need_a_dataset_without_end():
         distribute(Dataset.range(tf.int64.max).batch(16), name="other")
 
 
-@pytest.mark.parametrize("hosts", ["", "nobody:1"])
-def test_ranks_that_would_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch, hosts: str):
-    """test_tensorflow.py has jobs whose ranks have joined, and get their samples."""
-    monkeypatch.setenv("HETERO_DATA_HOSTS", hosts)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="WORLD_SIZE is 2, but nothing keeps the ranks in step"):
-        distribute(Dataset.range(SAMPLES))
-
-
 def test_keras_keeps_epochs_of_a_dataset_that_ends():
     model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(1)])
     seen: list[int] = []
@@ -74,21 +67,12 @@ def test_keras_keeps_epochs_of_a_dataset_that_ends():
             seen.extend(batch[0][:, 0].numpy().astype(int).tolist())
             return {"loss": 0.0}
 
-    def samples(numbers: Any) -> Any:
-        return numbers.map(lambda n: (tf.cast([n], tf.float32), n)).batch(16)
-
     model = Model(model.inputs, model.outputs)
     model.compile(optimizer="sgd", loss="mse", run_eagerly=True)
+    samples = Dataset.range(SAMPLES).map(lambda n: (tf.cast([n], tf.float32), n))
     with data_hosts(2):
-        model.fit(distribute(samples(Dataset.range(SAMPLES))), epochs=3, verbose=0)
-        assert sorted(seen) == sorted([*range(SAMPLES)] * 3)
-
-
-class Forgetful(set):
-    """Forgets the names in use, as if several processes called `distribute`."""
-
-    def __contains__(self, name: object) -> bool:
-        return False
+        model.fit(distribute(samples.batch(16)), epochs=3, verbose=0)
+    assert sorted(seen) == sorted([*range(SAMPLES)] * 3)
 
 
 def test_coordinated_reads_give_ranks_batches_of_one_round():
@@ -100,7 +84,7 @@ def test_coordinated_reads_give_ranks_batches_of_one_round():
         batches = distribute(rounds.batch(1), consumer_index=rank, num_consumers=2)
         seen[rank] = [int(batch[0]) for batch in batches.take(50)]
 
-    with data_hosts(2, ranks=2), mock.patch.object(distributed, "used_names", Forgetful()):
+    with data_hosts(2, ranks=2, processes=2):
         threads = [threading.Thread(target=read, args=(rank,)) for rank in range(2)]
         for thread in threads:
             thread.start()
@@ -111,43 +95,119 @@ def test_coordinated_reads_give_ranks_batches_of_one_round():
 
 def test_two_trainings_may_share_the_work():
     cache = tf.data.experimental.service.CrossTrainerCache
-    both = []
-    with data_hosts(1), mock.patch.object(distributed, "used_names", Forgetful()):
-        for trainer in "ab":
-            dataset = distribute(
-                Dataset.range(tf.int64.max).batch(4), cross_trainer_cache=cache(trainer_id=trainer)
-            )
-            both.append([batch.tolist() for batch in dataset.take(20).as_numpy_iterator()])
+    numbers = Dataset.range(tf.int64.max).batch(4)
+    with data_hosts(1, processes=2):
+        both = [
+            [*distribute(numbers, cross_trainer_cache=cache(trainer_id=trainer)).take(20).unbatch()]
+            for trainer in "ab"
+        ]
     assert both[0] == both[1]
 
 
-def test_without_data_hosts_a_dataset_stays_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("HETERO_DATA_HOSTS", raising=False)
+def test_ranks_with_different_pipelines_are_refused():
+    names = [f"{number}.tfrecord" for number in range(8)]
+
+    def pipeline(files: list, size: int = 4) -> Any:
+        return tf.data.TFRecordDataset(files).repeat().batch(size)
+
+    with data_hosts(1, ranks=2, processes=2):
+        distribute(pipeline(names[0::2]))
+        distribute(pipeline(names[0::2]))
+        for other in (pipeline(names[1::2]), pipeline(names[0::2], 5), pipeline(names[6::-2])):
+            with pytest.raises(ValueError, match="different dataset with the name 'training'.*All"):
+                distribute(other)
+        distribute(pipeline(names[1::2]), name="other")
+
+
+def test_a_pipeline_has_one_fingerprint_in_all_processes(capsys: pytest.CaptureFixture):
+    """Although this process has done other work before."""
+    program = str(Path(__file__).parent / "fingerprint.py")
+    environment = {**os.environ, "PYTHONPATH": str(CODE)}
+    other = subprocess.check_output([sys.executable, program], env=environment, text=True)
+    capsys.readouterr()
+    runpy.run_path(program)
+    assert capsys.readouterr().out == other != ""
+
+
+# ---- random numbers and state
+
+ALL_WORKERS = [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 3))]
+
+
+@pytest.mark.parametrize(
+    "workers, seed",
+    [(2, 1), *(pytest.param(n, s, marks=pytest.mark.thorough) for n in (1, 3) for s in (None, 1))],
+)
+def test_random_numbers_differ_in_each_epoch_and_worker(workers: int, seed: int | None):
+    carried.check_random_numbers(workers, seed)
+    carried.check_orders(workers)
+
+
+@pytest.mark.parametrize("workers", ALL_WORKERS)
+def test_what_does_not_change_is_used_as_it_is(workers: int):
+    carried.check_constants(workers)
+
+
+def test_what_can_change_or_is_seen_in_shares_is_refused():
+    carried.check_refusals()
+
+
+def test_what_is_known_to_be_right_can_be_allowed():
+    variable = tf.Variable(3, dtype=tf.int64)
+    dataset = Dataset.range(9).map(lambda n: n + variable).cache().batch(4)
+    with data_hosts(1):
+        for allow in (["ReadVariableOp"], ["Cache"], ["Zip"]):
+            with pytest.raises(ValueError):
+                distribute(dataset, allow=allow)
+        numbers = distribute(dataset, allow=["ReadVariableOp", "Cache"]).unbatch()
+        assert sorted(numbers.as_numpy_iterator()) == [*range(3, 12)]
+
+
+def test_the_script_s_own_dataset_stays_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    """`distribute` changes a copy: with a seed, the dataset itself repeats its numbers."""
+    dataset = Dataset.range(9).map(lambda n: tf.random.uniform([], seed=5))
+    with data_hosts(1):
+        distribute(dataset)
+    first, second = ([*dataset.as_numpy_iterator()] for _ in range(2))
+    assert first == second
+    monkeypatch.delenv("HETERO_DATA_HOSTS", raising=False)  # then there is nothing to change
     dataset = Dataset.range(SAMPLES).cache()
     assert distribute(dataset) is dataset and distribute(dataset) is dataset
 
 
 # ---- what is refused
 
-
-def test_only_a_dataset_is_taken(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HETERO_DATA_HOSTS", "nobody:1")
-    for other in ([1, 2], iter(Dataset.range(3)), tf.keras.utils.PyDataset()):
-        with pytest.raises(ValueError, match="it takes a tf.data.Dataset, not"):
-            distribute(other)
+ALONE = "WORLD_SIZE is 2, but nothing keeps the ranks in step"
+MALFORMED = "HETERO_DATA_HOSTS must begin with HOST:PORT"
+NO_DATASET = "it takes a tf.data.Dataset, not"
 
 
-@pytest.mark.parametrize("hosts", ["algo-1", "algo-1:", "algo-1:x", " "])
-def test_malformed_addresses_are_refused(monkeypatch: pytest.MonkeyPatch, hosts: str):
+@pytest.mark.parametrize(
+    "hosts, ranks, call, sentence",
+    [
+        # test_tensorflow.py has jobs whose ranks have joined, and get their samples.
+        ("", 2, lambda: distribute(Dataset.range(9)), ALONE),
+        ("nobody:1", 2, lambda: distribute(Dataset.range(9)), ALONE),
+        ("algo-1", 1, lambda: distribute(Dataset.range(9)), MALFORMED),
+        ("algo-1:", 1, lambda: distribute(Dataset.range(9)), MALFORMED),
+        ("algo-1:x", 1, lambda: distribute(Dataset.range(9)), MALFORMED),
+        (" ", 1, lambda: distribute(Dataset.range(9)), MALFORMED),
+        ("nobody:1", 1, lambda: distribute([1, 2]), NO_DATASET),
+        ("nobody:1", 1, lambda: distribute(iter(Dataset.range(3))), NO_DATASET),
+        ("nobody:1", 1, lambda: distribute(tf.keras.utils.PyDataset()), NO_DATASET),
+        (
+            *("nobody:1", 1, lambda: tf.function(lambda: distribute(Dataset.range(9)))()),
+            "call it outside of a tf.function",
+        ),
+    ],
+)
+def test_wrong_calls_are_refused(
+    monkeypatch: pytest.MonkeyPatch, hosts: str, ranks: int, call: Callable, sentence: str
+):
     monkeypatch.setenv("HETERO_DATA_HOSTS", hosts)
-    with pytest.raises(ValueError, match="HETERO_DATA_HOSTS must begin with HOST:PORT"):
-        distribute(Dataset.range(SAMPLES))
-
-
-def test_in_a_tf_function_it_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HETERO_DATA_HOSTS", "nobody:1")
-    with pytest.raises(ValueError, match="call it outside of a tf.function"):
-        tf.function(lambda: distribute(Dataset.range(SAMPLES)))()
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with pytest.raises(ValueError, match=sentence):
+        call()
 
 
 @pytest.mark.parametrize("function", [lambda value: value, Path.exists])
@@ -170,44 +230,37 @@ if {slow}:
 for batch in distribute(dataset.batch(10)):
     print("a batch has come", flush=True)
 """
+UNREACHABLE = (
+    r"ConnectionError: distribute: gave up after 6 s: the dispatcher at ADDRESS cannot be reached "
+    r"\(.*refused\)$"
+)
+NO_WORKER = (
+    r"distribute: no batch of training in \d s: (no worker has come to the dispatcher at ADDRESS)\n"
+    r"(.*\n)*distribute: gave up after 6 s: \1\.$"
+)
+SLOW = r"no batch of training in \d+ s: workers are at \w+:\d+, \w+:\d+\n(.*\n)*a batch has come$"
 
 
-def run(address: str, slow: int = 0) -> tuple[int, str]:
-    """Run a training that waits for this dispatcher; return its exit status and output."""
-    environment = {"HETERO_DATA_HOSTS": address, "PYTHONPATH": str(CODE)}
-    done = subprocess.run(
-        [sys.executable, "-c", WAIT.format(slow=slow)],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=250,
-    )
-    return done.returncode, done.stdout.strip()
-
-
-def test_a_dispatcher_that_is_not_there_ends_the_training():
-    status, said = run("127.0.0.1:1")
-    assert status == 1
-    assert re.search(
-        r"ConnectionError: distribute: gave up after 6 s: the dispatcher at 127.0.0.1:1 cannot "
-        r"be reached \(.*refused\)$",
-        said,
-    )
-
-
-def test_a_dispatcher_without_workers_ends_the_training():
-    with dispatcher_of(0) as address:
-        status, said = run(address)
-    assert status == 1
-    what = f"no worker has come to the dispatcher at {address}"
-    assert re.search(rf"distribute: no batch of training in \d s: {what}\n", said)
-    assert said.splitlines()[-1] == f"distribute: gave up after 6 s: {what}."
-
-
-@pytest.mark.thorough
-def test_a_slow_first_batch_is_waited_for():
-    with dispatcher_of(2) as address:
-        status, said = run(address, slow=200_000)
-    assert status == 0 and said.endswith("a batch has come")
-    assert re.search(r"no batch of training in \d+ s: workers are at \w+:\d+, \w+:\d+\n", said)
+@pytest.mark.parametrize(
+    "workers, slow, status, sentence",
+    [
+        (None, 0, 1, UNREACHABLE),
+        (0, 0, 1, NO_WORKER),
+        pytest.param(2, 200_000, 0, SLOW, marks=pytest.mark.thorough),
+    ],
+    ids=["no dispatcher", "no workers", "slow workers"],
+)
+def test_a_training_waits_for_its_first_batch_while_it_may_come(workers, slow, status, sentence):
+    with dispatcher_of(workers or 0) as address:
+        address = "127.0.0.1:1" if workers is None else address
+        done = subprocess.run(
+            [sys.executable, "-c", WAIT.format(slow=slow)],
+            env={**os.environ, "HETERO_DATA_HOSTS": address, "PYTHONPATH": str(CODE)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=250,
+        )
+    said = done.stdout.strip()
+    assert done.returncode == status
+    assert re.search(sentence.replace("ADDRESS", address), said), said
