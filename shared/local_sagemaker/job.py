@@ -162,7 +162,7 @@ class Job(threading.Thread):
             self.tell_supervisor("quit")
             self.supervisor.communicate()
             for host in self.hosts:
-                supervisor.kill_container(str(host.opt_ml))  # in case the supervisor was killed
+                supervisor.kill_host(str(host.opt_ml))  # in case the supervisor was killed
             shutil.rmtree(self.folder, ignore_errors=True)
             self.lock.close()
 

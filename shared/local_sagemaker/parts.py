@@ -33,7 +33,7 @@ ONLY = {
 }
 
 
-def refusals(request: dict) -> Iterator[str]:
+def cannot_run(request: dict) -> Iterator[str]:
     """Yield why this machine cannot run a CreateTrainingJob as it asks, if it cannot."""
     for name, value in (request.get("HyperParameters", {})).items():
         if "'" in value:

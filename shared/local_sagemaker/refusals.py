@@ -24,7 +24,7 @@ def check(request: dict, existing_job: FakeTrainingJob | None) -> None:
             f"and a training job with this name already exists ({existing_job.arn})"
         )
     try:
-        for rule in (parts.unsupported, _settings, _channels, parts.refusals, _objects):
+        for rule in (parts.unsupported, _settings, _channels, parts.cannot_run, _objects):
             for why in rule(request):
                 raise AWSValidationException(why)
     except ValueError as error:  # the model has instance types that EC2 has retired

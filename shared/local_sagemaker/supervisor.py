@@ -108,7 +108,7 @@ def read_output(host: RunningHost, events: TextIO) -> None:
     write(events, *({"host": host.plan["name"], "log": text} for text in texts))
 
 
-def kill_container(base_dir: str) -> None:
+def kill_host(base_dir: str) -> None:
     """SIGKILL every process whose environment names this host's /opt/ml, in any session."""
     for process in psutil.process_iter(["environ"]):
         environment = process.info["environ"] or {}  # None: it belongs to another user
@@ -196,7 +196,7 @@ def run(plan: dict, folder: Path, kernel: int) -> bool:
                 code = host.process.returncode
                 host.exit_code = code if code >= 0 else 128 - code  # as containers report signals
                 host.drained_by = now + SECONDS_TO_DRAIN
-                kill_container(host.plan["base_dir"])
+                kill_host(host.plan["base_dir"])
                 if host.exit_code != 0 and kill_at is None:
                     end_now, failed = "failed", (host.plan["name"], host.exit_code)
             if now > host.drained_by:
@@ -210,7 +210,7 @@ def run(plan: dict, folder: Path, kernel: int) -> bool:
                 send_sigterm(host)
         if kill_at is not None and now >= kill_at:
             for host in running:
-                kill_container(host.plan["base_dir"])
+                kill_host(host.plan["base_dir"])
         if now >= next_sample:
             next_sample = now + CPU_SAMPLE_SECONDS
             for host in running:
@@ -238,7 +238,7 @@ def main() -> None:
                 continue  # the kernel is collecting the job's files
     finally:
         for host in plan["hosts"]:
-            kill_container(host["base_dir"])
+            kill_host(host["base_dir"])
         kill_descendants()
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -2,17 +2,17 @@
 
     dataset = RemoteDataset(MyDataset(...))
 
-remote.py   RemoteDataset; stand_in.py: its attributes; source.py: where its samples come from
-loader.py   finds out which batch a DataLoader wants
-streams.py  RemoteDataset for an IterableDataset; iterate.py: its iterator, on a data host
-fetch.py    divides a batch among the data hosts; client.py: the calls to one of them
-samples.py  prepares samples, and seeds their random numbers
-travel.py   pickles the Dataset for the data hosts; inherit.py: what else they need
-compare.py  compares a sample with one that is prepared here
-log.py      what it says in the training script
-wire.py     the messages: how they are signed, and how samples are encoded
-server.py   the server of a data host: python -m feed.server HOST:PORT; front.py: answers calls
-worker.py   the server's processes that hold Datasets
+remote.py     RemoteDataset; stand_in.py: its attributes; source.py: where its samples come from
+dataloader.py finds out which batch a DataLoader wants
+streams.py    RemoteDataset for an IterableDataset; iterate.py: its iterator, on a data host
+fetch.py      divides a batch among the data hosts; client.py: the calls to one of them
+samples.py    prepares samples, and seeds their random numbers
+travel.py     pickles the Dataset for the data hosts; inherit.py: what else they need
+compare.py    compares a sample with one that is prepared here
+log.py        what it says in the training script
+wire.py       the messages: how they are signed, and how samples are encoded
+server.py     the server of a data host: python -m feed.server HOST:PORT; front.py: answers calls
+worker.py     the server's processes that hold Datasets
 """
 
 from typing import Any

@@ -35,12 +35,12 @@ CHANNEL_OPTIONS = [
 class HostState(Enum):
     """What this process knows of a data host. It greets it to learn whether it has the Dataset.
 
-    WITHOUT, FAILED -> GREETED -> READY. GREETED -> WITHOUT: not ready yet. READY -> WITHOUT: it has
-    dropped the Dataset, or was restarted. READY, GREETED -> FAILED: the call has failed.
+    WITHOUT, FAILED -> GREETING -> READY. GREETING -> WITHOUT: not ready yet. READY -> WITHOUT: it
+    has dropped the Dataset, or was restarted. READY, GREETING -> FAILED: the call has failed.
     """
 
     WITHOUT = auto()  # as far as is known, it does not have the Dataset
-    GREETED = auto()  # its answer is awaited, and it may get the Dataset meanwhile
+    GREETING = auto()  # its answer is awaited, and it may get the Dataset meanwhile
     READY = auto()  # it has the Dataset, and prepares chunks
     FAILED = auto()  # it does not answer
 
@@ -56,16 +56,16 @@ class DataHost:
         self.address, self.token, self.digest = address, token, digest
         self.number, self.count = number, count  # of this host, and of all hosts
         self.channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
-        self.open: set[Any] = set()  # calls that have not ended
+        self.open_calls: set[Any] = set()  # calls that have not ended
         self.heard_at = time.monotonic()  # its last sign of life
         self.state, self.failure = HostState.WITHOUT, ""  # failure: why it failed, until it answers
-        self.greet_at = 0.0  # when to greet it next, unless it is GREETED or READY
+        self.greet_at = 0.0  # when to greet it next, unless it is GREETING or READY
         self.workers = 0  # processes that prepare samples there
         self.assigned, self.others = 0, 0  # chunks that it prepares: for us; for others, lately
         self.luck = 0.0  # see load
         self.seconds = 0.0  # that a worker takes for a sample: a moving average
 
-    def share(self) -> float:
+    def workers_for_rank(self) -> float:
         """Return how many of its workers there are for this process's rank."""
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         if dist.is_available() and dist.is_initialized():
@@ -80,14 +80,14 @@ class DataHost:
         This adds a random part of a chunk, drawn for each batch: processes do not know what others
         ask a host for, and must not all give a chunk to a host with few workers.
         """
-        return (self.assigned + self.luck) / (self.share() or 1e-9)
+        return (self.assigned + self.luck) / (self.workers_for_rank() or 1e-9)
 
     def expected(self, samples: int) -> float:
         """Return how many seconds it would take for another chunk with so many samples."""
         rounds = 1 + (self.assigned + self.others) / max(1, self.workers)
         return rounds * samples * (self.seconds or 1e-3)
 
-    def get_dataset(
+    def offer_dataset(
         self, upload: Callable[[], IO[bytes]], what: str
     ) -> tuple[int, tuple | None] | None:
         """Give it the Dataset; return its number of workers, or None while it is not ready.
@@ -125,7 +125,7 @@ class DataHost:
         self.heard_at = math.inf  # it is silent during an upload; gRPC notices if it is gone
         try:
             call = self.channel.stream_unary(f"/{wire.SERVICE}/Upload").future
-            sent = self.opened(call(frames(), metadata=metadata))
+            sent = self.track(call(frames(), metadata=metadata))
             return self.result(lambda: wire.unseal(self.token, nonce, sent.result()))
         except Lost as lost:
             raise errors[0] if errors else lost from None
@@ -142,7 +142,7 @@ class DataHost:
             chunk = chunk._replace(caller=chunk.caller._replace(worker=worker))
         reply, call = self.reply_to(chunk, calls, is_fresh)
         if reply.state != wire.READY:
-            self.has_dropped_dataset()
+            self.raise_dropped()
         self.workers, self.failure = reply.workers, ""
         self.others = max(0, reply.calls - self.assigned)
         seconds = reply.seconds / max(1, len(chunk.indices))
@@ -150,7 +150,7 @@ class DataHost:
             self.seconds = (3 * self.seconds + seconds) / 4 if self.seconds else seconds
         return self.result(wire.decode, reply, call)
 
-    def has_dropped_dataset(self) -> None:
+    def raise_dropped(self) -> None:
         """Raise Lost: it has dropped the Dataset, or has been restarted, and must get it again."""
         if self.state is HostState.READY:
             self.state = HostState.WITHOUT
@@ -162,7 +162,7 @@ class DataHost:
         """Make a Get call; return the Reply, and the call, whose frames may follow."""
         request, nonce, metadata = self.signed(chunk, is_fresh)
         get = self.channel.unary_stream(f"/{wire.SERVICE}/Get")
-        call = self.opened(get(request, metadata=metadata))
+        call = self.track(get(request, metadata=metadata))
         calls.append(call)
         for reply in self.replies(call, nonce):
             if reply.state == wire.RAISED:
@@ -180,7 +180,7 @@ class DataHost:
         request, nonce, metadata = self.signed(stream)
         epochs.put(request)
         open_call = self.channel.stream_stream(f"/{wire.SERVICE}/Stream")
-        call = self.opened(open_call(iter(epochs.get, None), metadata=metadata))
+        call = self.track(open_call(iter(epochs.get, None), metadata=metadata))
         return call, self.replies(call, nonce)
 
     def signed(
@@ -203,11 +203,11 @@ class DataHost:
         """Return the exception that the Dataset raised there."""
         return raised_again(f"on data host {self.address}", *pickle.loads(value))
 
-    def opened(self, call: Any) -> Any:
+    def track(self, call: Any) -> Any:
         """Remember a call until it ends, and return it."""
-        self.open.add(call)
-        if not call.add_callback(lambda: self.open.discard(call)):
-            self.open.discard(call)
+        self.open_calls.add(call)
+        if not call.add_callback(lambda: self.open_calls.discard(call)):
+            self.open_calls.discard(call)
         return call
 
     def result(self, function: Callable, *arguments: Any) -> Any:

@@ -26,7 +26,7 @@ from feed.wire import Lost
 
 MOST_CALLS = 512  # at the same time, each in a thread
 CHUNKS_PER_WORKER = 2  # one is prepared while another one travels
-CHUNK_SECONDS = 0.02  # to prepare a chunk: a call takes about 1 ms of CPU time on either side
+CHUNK_TARGET_SECONDS = 0.02  # to prepare a chunk: a call takes about 1 ms of CPU on either side
 # A chunk is overdue after 4 times its expected time (then 16 times, ...), and at least 0.5 s.
 OVERDUE, OVERDUE_SECONDS = 4, 0.5
 MAKING = 60  # hosts that answer may take this many times the timeout to make the Dataset
@@ -74,7 +74,7 @@ class Fetcher:
         # Not a SimpleQueue, whose `get` with a timeout may hang in Python 3.11 and 3.12 if a signal
         # comes, such as that of a process that has ended.
         self.came: queue.Queue[tuple[DataHost, Task, Any]] = queue.Queue()
-        self.failed: Chunk | None = None  # the one over which the Dataset last raised an exception
+        self.failed_chunk: Chunk | None = None  # over which the Dataset last raised an exception
         self.since = 0.0  # when waiting began: silence before that does not count
         self.made_at = self.ready_at = time.monotonic()  # ready_at: when a host last was ready
         fetchers.add(self)
@@ -90,10 +90,10 @@ class Fetcher:
         count, pieces = len(whole.indices), 1
         if is_divisible:
             ready = self.ready()
-            shares = sum(host.share() for host in ready)
+            shares = sum(host.workers_for_rank() for host in ready)
             pieces = math.ceil(CHUNKS_PER_WORKER * shares / max(1, num_workers))
-            if usual := max((host.seconds for host in ready), default=0.0):  # 0: not known yet
-                pieces = min(pieces, math.ceil(count * usual / CHUNK_SECONDS))
+            if slowest := max((host.seconds for host in ready), default=0.0):  # 0: not known yet
+                pieces = min(pieces, math.ceil(count * slowest / CHUNK_TARGET_SECONDS))
             pieces = max(1, min(count, pieces))
         cuts = [round(count * piece / pieces) for piece in range(pieces + 1)]
         tasks = [
@@ -143,7 +143,7 @@ class Fetcher:
         for host in self.hosts:
             is_due = time.monotonic() > host.greet_at
             if host.state in (HostState.WITHOUT, HostState.FAILED) and is_due:
-                host.state = HostState.GREETED
+                host.state = HostState.GREETING
                 self.start(host, Task())
         return [host for host in self.hosts if host.state is HostState.READY]
 
@@ -151,8 +151,8 @@ class Fetcher:
         """Give a chunk to the least busy host, if one is ready that is not preparing it already."""
         samples = len(task.chunk.indices)
         if hosts := [host for host in self.ready() if host not in task.hosts]:
-            usual = max(host.seconds for host in hosts) or 1.0  # for a host without any answer yet
-            host = min(hosts, key=lambda host: host.load() * (host.seconds or usual))
+            slowest = max(host.seconds for host in hosts) or 1.0  # for a host without answers yet
+            host = min(hosts, key=lambda host: host.load() * (host.seconds or slowest))
             known = host.expected(samples) if host.seconds else self.timeout / OVERDUE
             patience = max(OVERDUE_SECONDS, known * OVERDUE ** (len(task.hosts) + 1))
             task.due = time.monotonic() + patience
@@ -171,7 +171,7 @@ class Fetcher:
         result: Any = None
         try:
             if not task.chunk:
-                result = host.get_dataset(self.upload, self.what)
+                result = host.offer_dataset(self.upload, self.what)
             elif not task.is_over:
                 result = host.get_chunk(task.chunk, task.calls, task.is_fresh)
         except BaseException as error:
@@ -206,7 +206,7 @@ class Fetcher:
                 self.lose(host, why)
         elif isinstance(result, BaseException) and not task.is_fresh:
             if not task.is_over:
-                self.failed = task.chunk
+                self.failed_chunk = task.chunk
                 raise result
         elif task.chunk and not task.is_over:
             task.samples, task.is_over = result, True
@@ -228,19 +228,19 @@ class Fetcher:
 
     def lose(self, host: DataHost, why: str) -> None:
         """Mark a host as failed, to be greeted again after a pause."""
-        if host.state is not HostState.GREETED:  # otherwise its answer will say more
+        if host.state is not HostState.GREETING:  # otherwise its answer will say more
             host.state, host.greet_at = HostState.FAILED, time.monotonic() + PAUSE_SECONDS
         if not host.failure:
             host.failure = why
             text = "data host %s failed (%s): trying it again, and other hosts"
             logger.warning(text, host.address, why)
 
-    def rest(self) -> None:
+    def end_calls(self) -> None:
         """End all calls of this process, and wait until none of its threads is in gRPC."""
         if self.process == os.getpid():
-            while self.running or any(host.open for host in self.hosts):
+            while self.running or any(host.open_calls for host in self.hosts):
                 for host in self.hosts:  # a thread may be about to open one more
-                    for call in [*host.open]:
+                    for call in [*host.open_calls]:
                         call.cancel()
                 time.sleep(0.01)
 
@@ -248,13 +248,13 @@ class Fetcher:
 fetchers: "weakref.WeakSet[Fetcher]" = weakref.WeakSet()
 
 
-def rest() -> None:
+def end_calls() -> None:
     for fetcher in [*fetchers]:
-        fetcher.rest()
+        fetcher.end_calls()
 
 
 # gRPC survives a fork only if no thread is using it. Without DataLoader workers, the training
 # process itself uses gRPC, and may fork later.
-os.register_at_fork(before=rest)
+os.register_at_fork(before=end_calls)
 # Runs before Python waits for the pools' threads, which a hanging host would block.
-threading._register_atexit(rest)
+threading._register_atexit(end_calls)

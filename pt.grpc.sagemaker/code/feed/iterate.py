@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from feed.samples import Caller, as_error, report
+from feed.samples import Caller, as_error, set_worker_info
 from feed.wire import READY, WAITING, encode
 
 GROUP_SECONDS, GROUP_BYTES = 0.05, 4 << 20  # limits of a group of samples, which is sent as a whole
@@ -80,7 +80,7 @@ def become_worker(dataset: Any, stream: Stream) -> None:
         info = torch_worker.WorkerInfo(
             id=stream.worker, num_workers=stream.num_workers, seed=seed, dataset=dataset
         )
-    report(info)
+    set_worker_info(info)
     if stream.caller.init_fn:
         [init_fn] = pickle.loads(stream.caller.init_fn)
         init_fn(stream.worker)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from feed.loader import calling_loader
+from feed.dataloader import calling_loader
 from feed.samples import check_is_map_style
 from feed.source import Source, as_is
 from feed.stand_in import Wrapper

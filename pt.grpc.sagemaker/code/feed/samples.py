@@ -61,7 +61,7 @@ def check_is_map_style(dataset: Any) -> None:
 
 def make(given: Callable) -> Any:
     """Return the Dataset that a callable makes, with the same random numbers in each process."""
-    begin(None, {}, Chunk(), 0, None)
+    seed_generators(None, {}, Chunk(), 0, None)
     dataset = given()
     check_is_map_style(dataset)
     return dataset
@@ -75,20 +75,20 @@ def prepare(
     generators: see travel.generators_of.
     """
     if hasattr(dataset, "__getitems__"):
-        begin(dataset, generators, chunk, chunk.start, chunk.indices)
+        seed_generators(dataset, generators, chunk, chunk.start, chunk.indices)
         samples = dataset.__getitems__(chunk.indices)
     else:
         samples = []
         for place, index in enumerate(chunk.indices, chunk.start):
-            begin(dataset, generators, chunk, place, index)
+            seed_generators(dataset, generators, chunk, place, index)
             samples.append(dataset[index])
     if not collate_fn:
         return samples
-    begin(dataset, generators, chunk, -1, chunk.indices)
+    seed_generators(dataset, generators, chunk, -1, chunk.indices)
     return collate_fn(samples)
 
 
-def begin(dataset: Any, generators: dict, chunk: Chunk, place: Any, index: Any) -> None:
+def seed_generators(dataset: Any, generators: dict, chunk: Chunk, place: Any, index: Any) -> None:
     """Seed all generators for the next sample, and have get_worker_info() report that seed."""
     random.seed(repr((chunk.seed, chunk.batch, place, index)))
     seed = random.getrandbits(63)  # torch's seeds are signed
@@ -103,17 +103,19 @@ def begin(dataset: Any, generators: dict, chunk: Chunk, place: Any, index: Any) 
         else:  # random.Random, np.random.RandomState
             generator.seed(number + seed % 2**31)
     worker, workers = chunk.caller.worker
-    report(torch_worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset))
+    set_worker_info(
+        torch_worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+    )
 
 
 def initialize(dataset: Any, chunk: Chunk) -> None:
     """Call worker_init_fn in a process of a data host, with random numbers of its own."""
     [init_fn] = pickle.loads(chunk.caller.init_fn)
-    begin(dataset, {}, chunk, "worker_init_fn", chunk.caller.worker)
+    seed_generators(dataset, {}, chunk, "worker_init_fn", chunk.caller.worker)
     init_fn(chunk.caller.worker[0])
 
 
-def report(info: Any) -> None:
+def set_worker_info(info: Any) -> None:
     """Have torch's get_worker_info() return this; raise RuntimeError if it does not."""
     torch_worker._worker_info = info
     if get_worker_info() is not info:
@@ -135,7 +137,7 @@ def undisturbed(generators: dict) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        report(info)
+        set_worker_info(info)
         for put_back, state in held:
             put_back(state)
 

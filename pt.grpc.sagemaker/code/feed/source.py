@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from feed.compare import WHERE, Comparison, Here, add, explain
+from feed.dataloader import LoaderState, calling_loader
 from feed.fetch import Fetcher
 from feed.inherit import environment, environment_at_start, variables
-from feed.loader import Loader, calling_loader
 from feed.log import logger
 from feed.samples import Caller, Chunk, make, prepare, undisturbed
 from feed.travel import DatasetPickler, Digest, dump, generators_of, paths_of_script
@@ -52,15 +52,15 @@ class Source:
         if self.hosts and not self.token:
             raise ValueError("RemoteDataset needs HETERO_TOKEN, the job's token, to use data hosts")
         self.first_batch, self.process = 0, 0
-        self.share()
+        self.share_with_workers()
         self.ranks: tuple[int, int] | None = None  # those of the process that spawned this one
         self.look_around()
 
-    def share(self) -> None:
+    def share_with_workers(self) -> None:
         """Make what this process and the workers that it forks have in common."""
         self.is_compared = mmap.mmap(-1, 1)  # whether samples have been compared
         if self.hosts:
-            self.digested = open(os.memfd_create("digest"), "r+b")  # see digest  # noqa: SIM115
+            self.digested = open(os.memfd_create("digest"), "r+b")  # see pickle_facts  # noqa: SIM115
 
     def __getstate__(self) -> dict:
         """Pickle this for a spawned process, in which the script is not `__main__`."""
@@ -77,7 +77,7 @@ class Source:
         Source.began_with = state.pop("began_with")
         self.given, self.collate_fn = pickle.loads(state.pop("pickled"))
         self.__dict__.update(state, process=0)
-        self.share()
+        self.share_with_workers()
 
     def begin_process(self) -> None:
         """Forget the state of the process that this one was forked from."""
@@ -86,15 +86,15 @@ class Source:
             self.inherited = self.__dict__.get("fetcher"), self.__dict__.get("stream")
             self.process, self.fetcher = os.getpid(), None
             self.is_changed, self.was_reached = True, False
-            self.is_shared = self.has_generators = False  # the Dataset: see digest
+            self.is_shared = self.has_generators = False  # the Dataset: see pickle_facts
             self.dataset = self.given if self.is_made else None
             self.generators: dict | None = None  # until they are looked for
             self.comparison: Comparison | None = None  # of this epoch, until it is over
-            self.seen = self.batch = None  # torch's fetcher of the epoch, and its last batch
+            self.torch_fetcher = self.batch = None  # of the epoch, and its last batch
             self.stream, self.is_kept = None, False  # a RemoteStream's stream; see connect
             self.epoch = self.place = -1
             self.noticed, self.pickled_init_fn = set(), b""
-            self.reached: set[str] = set()  # modules that worker_init_fn refers to
+            self.init_fn_modules: set[str] = set()  # modules that worker_init_fn refers to
             if get_worker_info() and (parent := multiprocessing.parent_process()):
                 # Once glibc has freed a large block, it reuses memory of up to this size, and Linux
                 # need not clear new pages for each batch (mallopt(3), M_MMAP_THRESHOLD).
@@ -146,11 +146,11 @@ class Source:
                 self.dataset = make(self.given)
         return self.dataset
 
-    def get(self, indices: list, loader: Loader | None, is_batch: bool) -> Any:
+    def get(self, indices: list, loader: LoaderState | None, is_batch: bool) -> Any:
         """Return the samples, or the batch if there is a collate_fn."""
         self.begin_process()
         self.is_changed |= self.was_reached and not loader  # without an epoch, at any time
-        last, (seed, number) = self.seen, self.where(loader)
+        last, (seed, number) = self.torch_fetcher, self.enter_batch(loader)
         is_ready = is_batch and loader and loader.fetcher.collate_fn is as_is
         if self.collate_fn and not is_ready:
             raise TypeError(
@@ -169,15 +169,15 @@ class Source:
             with undisturbed(self.generators):
                 return prepare(dataset, self.generators, chunk, self.collate_fn)
         self.connect(loader)
-        if self.seen is not last and self.is_made:
+        if self.torch_fetcher is not last and self.is_made:
             self.begin_comparison(chunk)
         try:
             return self.fetch(chunk, loader, is_batch)
         except Exception as error:
             if isinstance(error, FileNotFoundError):
                 add(error, f"Data hosts need the file at the same path ({WHERE})")
-            elif self.is_made and self.fetcher.failed:
-                explain(error, self.here(self.fetcher.failed))
+            elif self.is_made and self.fetcher.failed_chunk:
+                explain(error, self.here(self.fetcher.failed_chunk))
             elif self.is_made and "Original Traceback" in str(error):
                 add(
                     error,
@@ -185,9 +185,9 @@ class Source:
                 )
             raise
 
-    def fetch(self, chunk: Chunk, loader: Loader | None, is_batch: bool) -> Any:
+    def fetch(self, chunk: Chunk, loader: LoaderState | None, is_batch: bool) -> Any:
         """Return the samples, or the batch, from the data hosts."""
-        self.fetcher.failed = None
+        self.fetcher.failed_chunk = None
         self.fetcher.wait_for_host()
         described = self.fetcher.described
         is_whole = hasattr(self.given, "__getitems__") if self.is_made else described[1][1]
@@ -229,7 +229,7 @@ class Source:
                 logger.warning("samples of %s were not compared: %s", comparison.name, why)
             self.is_compared[0] = 1
 
-    def caller(self, loader: Loader | None) -> Caller:
+    def caller(self, loader: LoaderState | None) -> Caller:
         """Describe this rank; raise RuntimeError if it would train alone, apart from the others."""
         ranks = self.look_around()
         if loader and world_size() > 1 and not Source.were_together:
@@ -243,11 +243,11 @@ class Source:
         dtype = torch.get_default_dtype()
         return Caller(ranks, environment(Source.began_with), dtype, self.init_fn(loader))
 
-    def init_fn(self, loader: Loader | None) -> bytes:
+    def init_fn(self, loader: LoaderState | None) -> bytes:
         """Return the pickled worker_init_fn. Unlike the Dataset, it may differ between ranks."""
         if loader and loader.worker_init_fn and self.hosts and not self.pickled_init_fn:
             file = io.BytesIO()
-            self.reached = dump(file, worker_init_fn=loader.worker_init_fn).modules
+            self.init_fn_modules = dump(file, worker_init_fn=loader.worker_init_fn).modules
             self.pickled_init_fn = file.getvalue()
             if b"RemoteDataset" in self.pickled_init_fn or b"RemoteStream" in self.pickled_init_fn:
                 raise TypeError(
@@ -261,13 +261,13 @@ class Source:
                 )
         return self.pickled_init_fn
 
-    def where(self, loader: Loader | None) -> tuple[tuple[int, ...], int]:
+    def enter_batch(self, loader: LoaderState | None) -> tuple[tuple[int, ...], int]:
         """Return the epoch's seed and the batch's number, and set `place` if the batch is new."""
         if not loader:  # dataset[0], which must not take the training's random numbers
             self.place = max(0, self.place)
             return (torch.initial_seed(),), -1
-        if self.seen is not loader.fetcher:  # a new epoch
-            self.seen, self.batch = loader.fetcher, None
+        if self.torch_fetcher is not loader.fetcher:  # a new epoch
+            self.torch_fetcher, self.batch = loader.fetcher, None
             if loader.num_workers:
                 self.epoch += 1  # persistent workers keep the first epoch's seed
                 self.is_changed |= self.is_shared
@@ -277,7 +277,7 @@ class Source:
             self.batch, self.place = loader.batch, 0
         return (loader.seed, self.epoch), loader.batch + self.first_batch
 
-    def connect(self, loader: Loader | None = None, keep: bool = False) -> None:
+    def connect(self, loader: LoaderState | None = None, keep: bool = False) -> None:
         """Have the data hosts get the Dataset as it is now.
 
         It is pickled once for its digest, and again, into a file, for each upload, so the pickle is
@@ -287,7 +287,7 @@ class Source:
             return
         parts = {"dataset": self.given, "is_made": self.is_made, "collate_fn": self.collate_fn}
         kept = tempfile.TemporaryFile() if keep else None  # noqa: SIM115
-        pickled = self.digest(parts, loader, kept)
+        pickled = self.pickle_facts(parts, loader, kept)
 
         def upload() -> IO[bytes]:  # without `self`, which it would keep alive
             if kept:
@@ -306,7 +306,9 @@ class Source:
             what, sha256 = pickled.what, pickled.sha256
             self.fetcher = Fetcher(self.hosts, self.token, self.timeout, what, sha256, upload)
 
-    def digest(self, parts: dict, loader: Loader | None, kept: IO[bytes] | None) -> "Pickled":
+    def pickle_facts(
+        self, parts: dict, loader: LoaderState | None, kept: IO[bytes] | None
+    ) -> "PickleFacts":
         """Return what is known of the Dataset's pickle, which goes to the file `kept`, if any.
 
         The workers that a DataLoader forks have the same Dataset, unless the script's code has run
@@ -318,7 +320,7 @@ class Source:
         outer = loader.fetcher.dataset if loader and loader.fetcher else None
         is_outermost = type(outer).__module__.startswith("feed.") and outer._source is self
         if not (info and is_outermost) or loader.worker_init_fn or self.fetcher or kept:
-            return pickled_with(parts, self.reached, kept)
+            return facts_with(parts, self.init_fn_modules, kept)
         # torch starts them one after the other.
         number = multiprocessing.current_process()._identity[-1] - info.id
         of_loader = os.getppid(), number, loader.seed
@@ -328,14 +330,14 @@ class Source:
             data = os.pread(self.digested.fileno(), size, 0)
             its, found = pickle.loads(data) if data else (None, None)
             if its != of_loader:
-                found = pickled_with(parts, self.reached, None)
+                found = facts_with(parts, self.init_fn_modules, None)
                 os.pwrite(self.digested.fileno(), pickle.dumps((of_loader, found)), 0)
                 return found
         finally:
             fcntl.lockf(self.digested, fcntl.LOCK_UN)
-        return pickled_with(parts, self.reached, None) if found.is_shared else found
+        return facts_with(parts, self.init_fn_modules, None) if found.is_shared else found
 
-    def notice(self, is_batch: bool, is_divisible: bool, loader: Loader | None) -> None:
+    def notice(self, is_batch: bool, is_divisible: bool, loader: LoaderState | None) -> None:
         """Print once why getting samples is slow, if it is."""
         name, text, info = "the Dataset", "", get_worker_info()
         if self.is_made:
@@ -354,7 +356,7 @@ class Source:
             logger.warning(text)
 
 
-class Pickled(NamedTuple):
+class PickleFacts(NamedTuple):
     """What is known of a Dataset's pickle."""
 
     sha256: bytes
@@ -364,7 +366,7 @@ class Pickled(NamedTuple):
     has_generators: bool
 
 
-def pickled_with(parts: dict, reached: set[str], kept: IO[bytes] | None) -> Pickled:
+def facts_with(parts: dict, reached: set[str], kept: IO[bytes] | None) -> PickleFacts:
     """Pickle the parts, and variables of the modules that they, and `reached`, refer to."""
     digest = Digest(kept)
     pickler = write(digest, parts)
@@ -375,7 +377,7 @@ def pickled_with(parts: dict, reached: set[str], kept: IO[bytes] | None) -> Pick
         used = ", ".join(f"{name} in {at}" for name, at in pickler.globals.items())
         what += f", with globals of the script that it uses ({used}),"
     is_shared |= pickler.is_shared
-    return Pickled(digest.sha256.digest(), what, content, is_shared, bool(pickler.generators))
+    return PickleFacts(digest.sha256.digest(), what, content, is_shared, bool(pickler.generators))
 
 
 def write(to: Any, parts: dict) -> DatasetPickler:

@@ -24,9 +24,9 @@ from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_
 
 from feed import wire
 from feed.client import DataHost
+from feed.dataloader import calling_loader
 from feed.fetch import Fetcher
 from feed.iterate import Stream
-from feed.loader import calling_loader
 from feed.log import logger
 from feed.source import Source
 from feed.stand_in import Wrapper
@@ -201,7 +201,7 @@ class OpenStream:
             if reply.state == wire.DIED:
                 raise Died(f"its process {reply.value.decode()}")
             if reply.state == wire.UNKNOWN:
-                self.host.has_dropped_dataset()
+                self.host.raise_dropped()
             if reply.state == wire.RAISED:
                 self.after = "end"
                 raise self.host.raised(reply.value)
@@ -250,7 +250,7 @@ class OpenStream:
         hosts = [host for host in ready if host is not self.host] or ready
         rank, ranks = self.stream.caller.ranks or (0, 1)
         count = max(1, self.stream.num_workers) * ranks
-        ends = [*itertools.accumulate(host.share() for host in hosts)]
+        ends = [*itertools.accumulate(host.workers_for_rank() for host in hosts)]
         position = (self.stream.worker * ranks + rank + 0.5) / count * ends[-1]
         host = next(host for host, end in zip(hosts, ends, strict=True) if end > position)
         if self.host:

@@ -34,10 +34,10 @@ from feed.iterate import Stream, send_samples
 from feed.samples import (
     Chunk,
     as_error,
-    begin,
     initialize,
     make,
     prepare,
+    seed_generators,
     stand_in_for_ranks,
     summary,
 )
@@ -133,7 +133,7 @@ def serve_chunks(
     problem, is_initialized = b"", False
     try:
         dataset = given if is_made else make(given)
-        begin(dataset, {}, Chunk(), 0, None)  # for get_worker_info()
+        seed_generators(dataset, {}, Chunk(), 0, None)  # for get_worker_info()
         if not is_made:
             generators = generators_of(dataset, collate_fn)
     except BaseException:

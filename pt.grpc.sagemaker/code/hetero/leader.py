@@ -14,7 +14,7 @@ from hetero.process import TICK_SECONDS
 SETTLE_SECONDS, CAUSE_SECONDS = 1, 10
 SIGTERM_SECONDS = 100  # for the ranks to end when the job is stopped; SageMaker kills after 120 s
 # At the end of the job: for hosts to stop their processes; for hosts to exit, or to appear.
-STOP_SECONDS, EXIT_SECONDS = 60, 10
+ENDING_SECONDS, EXITING_SECONDS = 60, 10
 
 
 class Leader:
@@ -39,11 +39,15 @@ class Leader:
 
     def unfinished(self) -> set[str]:
         """Hosts whose processes may be running, including hosts that may still connect."""
-        return self.absent() | {h for h in self.members if not self.reports[h]["stopped"]}
+        return self.absent() | {h for h in self.members if not self.reports[h]["ended"]}
 
-    def tell(self, phase: Phase = Phase.JOINING) -> None:
-        """Send the word to all hosts, and move on to this phase, if that is a later one."""
+    def advance(self, phase: Phase) -> None:
+        """Move on to this phase, unless the job is further, and tell all hosts."""
         self.word["phase"] = max(phase, self.word["phase"])
+        self.tell()
+
+    def tell(self) -> None:
+        """Send the word to all hosts; it is also a heartbeat, which all of them answer."""
         self.told_at = time.monotonic()
         for writer in self.members.values():
             send(writer, self.word)
@@ -52,7 +56,7 @@ class Leader:
         """Set how the job ends; a later call can only turn a success into a failure."""
         if not self.word["end"] or (self.word["end"][0] and not completed):
             self.word["end"] = [completed, reason[:1000]]
-            self.tell(Phase.ENDING)
+            self.advance(Phase.ENDING)
 
     def note(self, event: str) -> None:
         """Remember when an event was first seen."""
@@ -74,7 +78,7 @@ class Leader:
             while not self.word["end"]:
                 self.judge()
                 if time.monotonic() > self.told_at + BEAT_SECONDS:
-                    self.tell()  # a heartbeat, which all hosts answer
+                    self.tell()
                 await asyncio.sleep(TICK_SECONDS)
         except Exception as error:
             self.fail(error)
@@ -82,10 +86,10 @@ class Leader:
         # until MaxRuntimeInSeconds. So all hosts first stop their processes, and then all exit.
         began = time.monotonic()
         for phase in (Phase.ENDING, Phase.EXITING):
-            self.tell(phase)
+            self.advance(phase)
             begun, exits = time.monotonic(), phase is Phase.EXITING
             while late := {*self.members} if exits else self.unfinished():
-                seconds = EXIT_SECONDS if exits or late <= self.absent() else STOP_SECONDS
+                seconds = EXITING_SECONDS if exits or late <= self.absent() else ENDING_SECONDS
                 if time.monotonic() > begun + seconds:
                     where = self.cluster.where(*late)
                     self.decide(False, f"{where} did not end when the training had ended.")
@@ -104,9 +108,9 @@ class Leader:
         stop = any(report["sigterm"] for report in reports)
         phase = Phase.STOPPING if stop else Phase.JOINING if absent else Phase.TRAINING
         if phase > self.word["phase"]:
-            self.tell(phase)
+            self.advance(phase)
         failures = [report["failure"] for report in reports if report["failure"]]
-        lost = [self.reports.get(host, {}).get("server") for host in self.plan.data_hosts]
+        lost = [self.reports.get(host, {}).get("server_given_up") for host in self.plan.data_hosts]
         if lost and all(lost):
             when, sentence = max(lost)
             failures.append([False, when, f"{sentence} No data host is left."])

@@ -17,7 +17,7 @@ from hetero.topology import rank_environment, server_environment
 # For a data server: restarts in a row, the run time that resets this count, and restarts in the
 # whole job, so that a server that dies every few minutes is not restarted for days.
 RESTARTS, HEALTHY_SECONDS, ALL_RESTARTS = 3, 60, 50
-STOP_SECONDS = 5  # from SIGTERM to SIGKILL, for processes that still run when the job has ended
+KILL_SECONDS = 5  # from SIGTERM to SIGKILL, for processes that still run when the job has ended
 
 
 class Member:
@@ -34,7 +34,7 @@ class Member:
         self.processes: list[Process] = []  # those that may be running
         self.until_sigterm: list[Process] = []  # ranks that have not been sent SIGTERM
         self.writer: asyncio.StreamWriter | None = None
-        first = self.cluster.rank * plan.ranks
+        first = self.cluster.node_rank * plan.ranks
         self.waiting = [*range(first, first + plan.ranks)]  # ranks that have not been started
         self.report = {
             "token": TOKEN,
@@ -42,8 +42,8 @@ class Member:
             "sigterm": False,  # whether this host has received it
             "running": [*self.waiting],  # ranks that have not ended
             "failure": None,  # the likeliest cause on this host: [was cut off, when, sentence]
-            "server": None,  # once the data server has been given up: [when, sentence]
-            "stopped": False,  # whether all processes here have been stopped
+            "server_given_up": None,  # once the data server has been given up: [when, sentence]
+            "ended": False,  # whether all processes here have been stopped
         }
 
     def say(self, **news) -> None:
@@ -77,13 +77,13 @@ class Member:
                     self.start(self.train(self.waiting.pop(0)))
                 await asyncio.sleep(0)  # these tasks start their ranks before the next word
                 if word["phase"] >= Phase.ENDING:
-                    await self.stop_all()
-                self.say(stopped=word["phase"] >= Phase.ENDING)
+                    await self.end_all()
+                self.say(ended=word["phase"] >= Phase.ENDING)
         except OSError as error:
             if not word["end"] or word["end"][0]:
                 leader = self.cluster.where(self.plan.leader)
                 word["end"] = [False, f"{self.here} lost the leader, {leader}: {error}."]
-        await self.stop_all()
+        await self.end_all()
         if self.writer:
             self.writer.close()
         for number in (signal.SIGCHLD, signal.SIGTERM):  # asyncio, as it closes, would print errors
@@ -138,13 +138,13 @@ class Member:
             self.report["running"] = []
         self.until_sigterm, self.waiting = [], []
 
-    async def stop_all(self) -> None:
-        """Send SIGTERM to all processes on this host, and SIGKILL after STOP_SECONDS."""
+    async def end_all(self) -> None:
+        """Send SIGTERM to all processes on this host, and SIGKILL after KILL_SECONDS."""
         for task in self.tasks:
             task.cancel()
         for process in self.processes:
             process.popen.terminate()
-        await asyncio.gather(*(process.ended(STOP_SECONDS) for process in self.processes))
+        await asyncio.gather(*(process.wait(KILL_SECONDS) for process in self.processes))
 
     async def train(self, rank: int) -> None:
         """Run a rank until it ends, and report how it ended."""
@@ -153,7 +153,7 @@ class Member:
         process = Process(self.plan.train, environment, name)
         self.processes.append(process)
         self.until_sigterm.append(process)
-        await process.ended()
+        await process.wait()
         how, was_cut_off = process.describe_end()
         if process.popen.returncode:
             self.say_failure(f"On {self.here}, {how}.", was_cut_off)
@@ -181,13 +181,13 @@ class Member:
             self.processes.append(server)
             if self.plan.spare_cores:
                 run_when_idle(server.popen.pid)
-            await server.ended()
+            await server.wait()
             self.processes.remove(server)
             how, _ = server.describe_end()
             failures = 1 if time.monotonic() - began > HEALTHY_SECONDS else failures + 1
             in_all += 1
         reason = f"On {self.here}, {how}, {in_all} times."
         print(f"hetero: {reason} It will not be restarted.", flush=True)
-        self.say(server=[time.time(), reason])
+        self.say(server_given_up=[time.time(), reason])
         if self.cluster.host in self.plan.needed:
             self.say_failure(f"{reason} The job cannot do without it.")

@@ -73,7 +73,7 @@ class Process:
             sys.stdout.flush()
             self.output += map(shortened, lines)
 
-    async def ended(self, seconds: float = 1e9) -> None:
+    async def wait(self, seconds: float = 1e9) -> None:
         """Wait up to `seconds` for its end; then kill whatever is left of its process group."""
         deadline = time.monotonic() + seconds
         while self.popen.returncode is None and time.monotonic() < deadline:

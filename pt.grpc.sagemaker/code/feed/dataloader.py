@@ -15,7 +15,7 @@ from feed.samples import USE_TESTED_TORCH
 OF_WORKERS = "base_seed", "init_fn", "num_workers", "worker_id"  # variables of torch's worker loop
 
 
-class Loader(NamedTuple):
+class LoaderState(NamedTuple):
     """What is known about the DataLoader that wants samples."""
 
     seed: int  # torch draws it for each epoch; persistent workers keep their first epoch's
@@ -25,7 +25,7 @@ class Loader(NamedTuple):
     num_workers: int
 
 
-def calling_loader() -> Loader | None:
+def calling_loader() -> LoaderState | None:
     """Return what the calling DataLoader knows, or None outside of one, as for `dataset[0]`.
 
     Raises RuntimeError if there is a DataLoader, but its variables are not found.
@@ -41,12 +41,13 @@ def calling_loader() -> Loader | None:
             batch = here.get("idx") if is_fetching else -1
             if batch is None:
                 break
-            return Loader(here["base_seed"], batch, fetcher, here["init_fn"], here["num_workers"])
+            num_workers = here["num_workers"]
+            return LoaderState(here["base_seed"], batch, fetcher, here["init_fn"], num_workers)
         # A DataLoader without workers. A forked worker has the frames of its parent, too.
         elif fetcher and not info and hasattr(owner, "_base_seed"):
             if not hasattr(owner, "_num_yielded"):
                 break
-            return Loader(owner._base_seed, owner._num_yielded, fetcher, None, 0)
+            return LoaderState(owner._base_seed, owner._num_yielded, fetcher, None, 0)
         frame = frame.f_back
     if fetcher or info:
         raise RuntimeError(
