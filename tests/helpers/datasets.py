@@ -113,16 +113,17 @@ class Reduced(Numbers):
         return self.call
 
 
+class SlowFirst(Numbers):
+    def __getitem__(self, index: int) -> dict:
+        time.sleep(3 * (index == 0))
+        return super().__getitem__(index)
+
+
 def load_slowly() -> Dataset:
     """Return, after 3 s, a Dataset whose first sample takes 3 s."""
     print("loading", flush=True)
     time.sleep(3)
-    return Table(prepare_slowly)
-
-
-def prepare_slowly(table: Table, index: int) -> int:
-    time.sleep(3 * (index == 0))
-    return index
+    return SlowFirst()
 
 
 def hang_if_told() -> Dataset:

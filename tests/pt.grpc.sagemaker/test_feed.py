@@ -72,35 +72,30 @@ def joined_there(*given: Any) -> Dataset:
     return remote(*given, collate_fn=join)
 
 
-SLOW = "Draws for samples one by one"
-# What a script makes of its Dataset, what it tells the DataLoader, and what the log says to that.
+# What a script makes of its Dataset
 CASES = {
-    "as it is": (remote, {}, ""),
-    "persistent workers": (remote, {"persistent_workers": True}, ""),
-    "Subset": (lambda *on: Subset(remote(*on), [*range(3, 40)]), {}, ""),
-    "ConcatDataset": (
-        lambda *on: ConcatDataset(2 * [remote(*on)]),
-        {},
-        f"ConcatDataset asks {SLOW}",
-    ),
-    "both": (
-        lambda *on: Subset(ConcatDataset([remote(*on)]), range(40)),
-        {},
-        f"Subset asks {SLOW}",
-    ),
-    "no batches": (remote, {"batch_size": None}, "asks for samples one by one: set batch_size"),
-    "__getitems__": (
-        lambda hosts, _: remote(hosts, Together()),
-        {},
-        "Together has __getitems__, so each batch is prepared by",
-    ),
-    "a callable with __getitems__": (
-        lambda hosts, _: remote(hosts, lambda: Together()),
-        {},
-        "the Dataset has __getitems__, so each batch is",
-    ),
-    "a callable": (lambda hosts, _: remote(hosts, functools.partial(Made, 30)), {}, ""),
-    "collate_fn on data hosts": (joined_there, {"collate_fn": as_is}, ""),
+    "as it is": remote,
+    "persistent workers": remote,
+    "no batches": remote,
+    "Subset": lambda *on: Subset(remote(*on), [*range(3, 40)]),
+    "ConcatDataset": lambda *on: ConcatDataset(2 * [remote(*on)]),
+    "both": lambda *on: Subset(ConcatDataset([remote(*on)]), range(40)),
+    "__getitems__": lambda hosts, _: remote(hosts, Together()),
+    "callable with __getitems__": lambda hosts, _: remote(hosts, lambda: Together()),
+    "callable": lambda hosts, _: remote(hosts, functools.partial(Made, 30)),
+    "collate_fn": joined_there,
+}
+OPTIONS = {
+    "persistent workers": {"persistent_workers": True},
+    "no batches": {"batch_size": None},
+    "collate_fn": {"collate_fn": as_is},
+}
+SAID = {
+    "no batches": "the DataLoader asks for samples one by one: set batch_size",
+    "ConcatDataset": "ConcatDataset asks Draws for samples one by one",
+    "both": "Subset asks Draws for samples one by one",
+    "__getitems__": "Together has __getitems__, so each batch is prepared by",
+    "callable with __getitems__": "the Dataset has __getitems__, so each batch is",
 }
 
 
@@ -115,7 +110,7 @@ CASES = {
 def test_samples_and_the_training_s_random_numbers_do_not_depend_on_who_prepares_them(
     hosts, capfd, case, host_count, num_workers
 ):
-    make, options, words = CASES[case]
+    make, options, words = CASES[case], OPTIONS.get(case, {}), SAID.get(case, "")
     dataset = Draws()
     states = dataset.generator.bit_generator.state, dataset.of_python.getstate()
     torch_state = dataset.transforms[0].generator.get_state()

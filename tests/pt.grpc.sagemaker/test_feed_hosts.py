@@ -79,10 +79,6 @@ def test_hosts_and_workers_are_killed_at_random_moments_and_come_back(start, dat
         assert_same(two_epochs(remote(hosts, dataset), **options), expected)
 
 
-def one_is_killed(hosts: list[DataHost]) -> None:
-    hosts[-1].kill()
-
-
 def one_hangs(hosts: list[DataHost]) -> None:
     hosts[-1].freeze()
 
@@ -113,7 +109,6 @@ def the_process_that_holds_the_dataset_is_killed(hosts: list[DataHost]) -> None:
         (one_hangs, 0, 2, STEADY, 0),  # after 0 batches: it never answers
         pytest.param(one_hangs, 3, 2, STEADY, 0, marks=thorough),
         pytest.param(one_hangs, 3, 2, Stream(400, 0.01), 2, marks=thorough),
-        pytest.param(one_is_killed, 3, 2, Stream(400, 0.01), 2, marks=thorough),
         pytest.param(all_are_gone_for_a_while, 1, 2, STEADY, 2, marks=thorough),
         pytest.param(all_hang_for_a_while, 1, 1, STEADY, 1, marks=thorough),
         pytest.param(the_process_that_holds_the_dataset_is_killed, 2, 1, STEADY, 0, marks=thorough),
@@ -233,7 +228,8 @@ def test_pauses_of_the_training_do_not_count(start):
 def test_a_host_that_is_busy_is_not_silent(start):
     """Loading a Dataset or preparing a sample may take longer than the timeout."""
     [host] = up(start(setup="import feed.front; feed.front.BEAT_SECONDS = 0.3"))
-    assert [*loader_of([host], Reduced(load_slowly), [[0, 1], [2]], timeout=1.5)] == [[0, 1], [2]]
+    batches = loader_of([host], Reduced(load_slowly), [[0, 1], [2]], timeout=1.5)
+    assert [[sample["index"] for sample in batch] for batch in batches] == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize(

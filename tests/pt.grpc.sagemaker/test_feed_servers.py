@@ -218,28 +218,19 @@ def test_many_workers_need_many_open_files(start):
 # How it ends
 
 
-def wait(host: DataHost) -> None:
-    """The host ends by itself."""
-
-
-def kill(host: DataHost) -> None:
-    host.process.kill()
-
-
-def terminate(host: DataHost) -> None:
-    host.process.terminate()
-
-
 def terminate_all(host: DataHost) -> None:
     for _ in range(5):  # from the launcher, and perhaps from SageMaker, too
         os.killpg(host.process.pid, signal.SIGTERM)
         time.sleep(0.02)
 
 
-def kill_front(host: DataHost) -> None:
-    next(p for p in host.processes()[1:] if p.net_connections("tcp")).kill()
-
-
+ENDS = {
+    "wait": lambda host: None,  # until it ends by itself
+    "kill": lambda host: host.process.kill(),
+    "kill front": lambda host: [p.kill() for p in host.processes()[1:] if p.net_connections("tcp")],
+    "terminate": lambda host: host.process.terminate(),
+    "terminate all": terminate_all,
+}
 FAILING = "import feed.worker; feed.worker.Worker.receive = lambda self: 1 / 0"
 
 
@@ -247,12 +238,12 @@ FAILING = "import feed.worker; feed.worker.Worker.receive = lambda self: 1 / 0"
     "end, code, words, dataset, begun, setup",
     [
         # A thread fails: otherwise clients would wait for its work forever.
-        (wait, 1, "ZeroDivisionError", Numbers(), "", FAILING),
-        (kill, -signal.SIGKILL, "", TROUBLED, "asleep", ""),
-        pytest.param(terminate_all, 0, "", TROUBLED, "asleep", "", marks=thorough),
-        pytest.param(terminate, 0, "", Reduced(load_slowly), "loading", "", marks=thorough),
+        ("wait", 1, "ZeroDivisionError", Numbers(), "", FAILING),
+        ("kill", -signal.SIGKILL, "", TROUBLED, "asleep", ""),
+        pytest.param("terminate all", 0, "", TROUBLED, "asleep", "", marks=thorough),
+        pytest.param("terminate", 0, "", Reduced(load_slowly), "loading", "", marks=thorough),
         pytest.param(
-            kill_front, 1, "the gRPC process has ended", TROUBLED, "asleep", "", marks=thorough
+            "kill front", 1, "the gRPC process has ended", TROUBLED, "asleep", "", marks=thorough
         ),
     ],
 )
@@ -264,7 +255,7 @@ def test_all_processes_of_a_host_end_with_it(start, end, code, words, dataset, b
     if dataset is TROUBLED:
         # Server, front, the Dataset's process, two workers, and perhaps one that compares.
         assert 4 <= len(processes) <= 6
-    end(host)
+    ENDS[end](host)
     assert host.process.wait(timeout=60) == code
     wait_until(lambda: all(map(has_ended, processes)))
     assert words in host.said()
