@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import psutil
-import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from feed import RemoteDataset
+from helpers.datasets import seed_all
 from helpers.pages import EXAMPLE, ROOT
 from helpers.waiting import wait_until, wait_until_gone
 
@@ -203,8 +202,8 @@ def loader_of(
     return DataLoader(remote(hosts, dataset, timeout=timeout), **options)
 
 
-def two_epochs(dataset: IterableDataset, **options: Any) -> list:
-    """Return all batches of two epochs of a stream, with the same random seeds in each call."""
-    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+def two_epochs(dataset: Dataset, **options: Any) -> list:
+    """Return all batches of two epochs, with the same random seeds in each call."""
+    seed_all()
     loader = DataLoader(dataset, **{"batch_size": 7, **options})
     return [list(loader) for _ in range(2)]

@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -72,55 +72,64 @@ class Together(Numbers):
     """A Dataset that prepares whole batches in `__getitems__`, as Hugging Face's Datasets do."""
 
     def __getitems__(self, indices: list[int]) -> list:
-        return [(index, len(indices), torch.rand(1)) for index in indices]
+        assert len(indices) > 1
+        return [(index, torch.rand(1)) for index in indices]
 
 
-class Steady(Dataset):
-    """Large samples with random numbers, each of which takes 20 ms."""
+class Table(Dataset):
+    """Has `what` as the function that prepares its samples, and these attributes."""
 
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple:
-        time.sleep(0.02)
-        return torch.rand(75_000), index
-
-
-class Paced(Dataset):
-    """Samples that each take PACE milliseconds; PACE is in the data host's environment."""
+    def __init__(self, what: Callable, length: int = SAMPLES, **attributes: Any):
+        self.what, self.length = what, length
+        self.__dict__.update(attributes)
 
     def __len__(self) -> int:
-        return 100_000
+        return self.length
 
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        pace = int(os.environ["PACE"])
-        time.sleep(pace / 1000)
-        return index, pace
+    def __getitem__(self, index: int) -> Any:
+        return self.what(self, index)
 
 
-class TakesItsTime(Numbers):
-    """A Dataset that takes 3 s to load, and 3 s to prepare its first sample."""
-
-    def __getstate__(self) -> dict:
-        return {"any": "thing"}
-
-    def __setstate__(self, state: dict) -> None:
-        print("loading", flush=True)
-        time.sleep(3)
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(3 * (index == 0))
-        return index
+def steady(table: Table, index: int) -> tuple:
+    """A large sample with random numbers, which takes 20 ms."""
+    time.sleep(0.02)
+    return torch.rand(75_000), index
 
 
-class Hangs(Numbers):
-    """A Dataset, or a callable, that is never made where HANGS is in the environment."""
+def paced(table: Table, index: int) -> tuple[int, int]:
+    """A sample that takes PACE milliseconds; PACE is in the data host's environment."""
+    pace = int(os.environ["PACE"])
+    time.sleep(pace / 1000)
+    return index, pace
 
-    def __init__(self):
-        time.sleep(600 * ("HANGS" in os.environ))
+
+class Reduced(Numbers):
+    """A Dataset that a data host makes by a call."""
+
+    def __init__(self, call: Callable, *arguments: Any):
+        self.call = call, arguments
 
     def __reduce__(self) -> tuple:
-        return Hangs, ()
+        return self.call
+
+
+class SlowFirst(Numbers):
+    def __getitem__(self, index: int) -> dict:
+        time.sleep(3 * (index == 0))
+        return super().__getitem__(index)
+
+
+def load_slowly() -> Dataset:
+    """Return, after 3 s, a Dataset whose first sample takes 3 s."""
+    print("loading", flush=True)
+    time.sleep(3)
+    return SlowFirst()
+
+
+def hang_if_told() -> Dataset:
+    """Never return where HANGS is in the environment."""
+    time.sleep(600 * ("HANGS" in os.environ))
+    return Numbers()
 
 
 class Made(Dataset):
@@ -134,14 +143,7 @@ class Made(Dataset):
 
     def __getitem__(self, index: int) -> tuple:
         is_own = self.process == os.getpid()
-        return index + int(os.environ.get("SHIFT", 0)), is_own, torch.rand(1)
-
-
-class ByRank(Numbers):
-    """Each sample is the rank that it is prepared for, and the world size."""
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        return dist.get_rank(), dist.get_world_size()
+        return index + int(os.environ.get("SHIFT", 0)), torch.rand(1), is_own
 
 
 class Stream(IterableDataset):
@@ -161,11 +163,11 @@ class Stream(IterableDataset):
             yield {"number": number, "drawn": drawn, "epoch": self.epoch, "seed": seed}
 
 
-class SizedStream(Stream):
-    """A stream that knows its length."""
-
-    def __len__(self) -> int:
-        return self.length
+def shard(worker: int) -> None:
+    """Shard the stream in worker_init_fn, as PyTorch's documentation of IterableDataset shows."""
+    info = get_worker_info()
+    info.dataset.start, info.dataset.length = 20 * worker, 20 * worker + 20
+    info.dataset.start -= worker  # because Stream.__iter__ adds it
 
 
 class RankStream(Stream):
@@ -180,51 +182,14 @@ class RankStream(Stream):
                 yield sample["number"], rank, os.environ.get("PLACE", "")
 
 
-class Shifted(Stream):
-    """Has a number in memory shared by its workers, as Hugging Face's Datasets do for the epoch."""
+class Yielding(IterableDataset):
+    """Has `what` as the function that yields its samples."""
 
-    def __init__(self):
-        super().__init__()
-        self.shift = torch.zeros(1).share_memory_()
-
-    def __iter__(self) -> Iterator[tuple]:
-        for sample in super().__iter__():
-            yield sample["number"], self.shift.clone(), random.random()
-
-
-def my_share(worker: int) -> None:
-    """Shard the stream in worker_init_fn, as PyTorch's documentation of IterableDataset shows."""
-    info = get_worker_info()
-    info.dataset.start, info.dataset.length = 20 * worker, 20 * worker + 20
-    info.dataset.start -= worker  # because Stream.__iter__ adds it
-
-
-def crop(image: torch.Tensor) -> torch.Tensor:
-    """A transform with random numbers."""
-    x, y = torch.randint(10, (2,)).tolist()
-    return image[:, y : y + 24, x : x + 24].clone()
-
-
-def label_and_shade(sample: dict) -> tuple[int, float]:
-    """Return label and mean brightness, as a transform for wids does."""
-    return sample[".cls"], np.asarray(sample[".jpg"]).mean()
-
-
-class TroubledStream(IterableDataset):
-    """A stream of numbers. Special numbers raise, kill the process, hang, or cannot be pickled."""
-
-    def __init__(self, *numbers: int):
-        self.numbers, self.generator = numbers, None
+    def __init__(self, what: Callable[[], Iterator]):
+        self.what = what
 
     def __iter__(self) -> Iterator:
-        self.left = iter(self.numbers)
-        return self
-
-    def __next__(self) -> object:
-        number = next(self.left)
-        if number == BIG:
-            return lambda: 0
-        return Troubled()[number]
+        return self.what()
 
 
 def not_here() -> None:
@@ -232,53 +197,10 @@ def not_here() -> None:
 
 
 class Unreadable:
+    """A sample that cannot be unpickled."""
+
     def __reduce__(self) -> tuple:
         return not_here, ()
-
-
-class OddStream(IterableDataset):
-    """Unusual streams. The method that `kind` names says what is unusual."""
-
-    def __init__(self, kind: str, file: Path | None = None):
-        self.kind, self.file = kind, file
-
-    def __iter__(self) -> Iterator:
-        return getattr(self, self.kind)()
-
-    def reuses_its_memory(self) -> Iterator[np.ndarray]:
-        buffer = np.zeros(2000, np.uint8)
-        for number in range(20):
-            buffer[:] = number
-            yield buffer
-
-    def is_as_long_as_a_file_says(self) -> Iterator[int]:
-        for number in range(int(self.file.read_text())):
-            time.sleep(0.01)
-            yield number
-
-    def has_something_open(self) -> Iterator[int]:
-        self.file.touch()
-        try:
-            for number in range(10**6):
-                time.sleep(0.01)
-                yield number
-        finally:
-            self.file.unlink()
-
-    def cannot_be_unpickled(self) -> Iterator[object]:
-        yield from (0, 1, Unreadable(), 3, 4)
-
-    def is_large_and_endless(self) -> Iterator[np.ndarray]:
-        for number in range(10**9):
-            self.file.write_text(str(number))  # how many it has yielded
-            yield np.full(1_000_000, number % 256, np.uint8)
-
-    def is_its_own_iterator(self) -> Iterator[int]:
-        self.numbers = iter(range(10**6))
-        return self
-
-    def __next__(self) -> int:
-        return next(self.numbers)
 
 
 class SampleIsBroken(Exception):
@@ -292,27 +214,21 @@ class Panic(BaseException):
 RAISING, PANICKING, DEADLY, SLOW, BIG = range(-5, 0)
 
 
-class Troubled(Dataset):
-    """A Dataset with samples that raise, kill the process, hang, or are large."""
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> object:
-        if index == RAISING:
-            raise SampleIsBroken("a sample is broken: caf\udce9.jpg")  # not Unicode
-        if index == PANICKING:
-            raise Panic("index out of bounds")
-        if index == DEADLY:  # as when the process runs out of memory
-            os.kill(os.getpid(), signal.SIGKILL)
-        if index == SLOW:  # sleeps longer than any test may take
-            print("asleep", flush=True)
-            time.sleep(600)
-        if index == BIG:
-            return torch.ones(40 << 20, dtype=torch.uint8)
-        return index
+def troubled(table: Table, index: int) -> Any:
+    """A sample that raises an error, kills the process, hangs, or is large."""
+    if index == RAISING:
+        raise SampleIsBroken("a sample is broken: caf\udce9.jpg")  # not Unicode
+    if index == PANICKING:
+        raise Panic("index out of bounds")
+    if index == DEADLY:  # as when the process runs out of memory
+        os.kill(os.getpid(), signal.SIGKILL)
+    if index == SLOW:  # sleeps longer than any test may take
+        print("asleep", flush=True)
+        time.sleep(600)
+    return torch.ones(40 << 20, dtype=torch.uint8) if index == BIG else index
 
 
+STEADY, PACED, TROUBLED = Table(steady), Table(paced, 100_000), Table(troubled)
 Point = namedtuple("Point", "x y")
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -335,16 +251,6 @@ THINGS = [
     # At the size of a whole number of frames, and one byte below and above it.
     [torch.arange((2 << 20) + i).to(torch.uint8) for i in (-1, 0, 1)],
 ]
-
-
-class Things(Dataset):
-    """Samples of many types."""
-
-    def __len__(self) -> int:
-        return len(THINGS)
-
-    def __getitem__(self, index: int) -> object:
-        return THINGS[index]
 
 
 def assert_same(actual: Any, expected: Any) -> None:

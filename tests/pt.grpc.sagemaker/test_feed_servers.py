@@ -1,9 +1,10 @@
-"""The data server of the PyTorch example: where it listens, whom it refuses, and how it ends."""
+"""The data server: whom it refuses, what it keeps, and how it and the trainings it feeds end."""
 
 import contextlib
 import hashlib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,13 +12,13 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
-from torch.utils.data import DataLoader
 
 from feed import wire
 from helpers.data_hosts import (
@@ -29,24 +30,20 @@ from helpers.data_hosts import (
     has_ended,
     loader_of,
     up,
+    wait_for_threads,
 )
-from helpers.datasets import BIG, SLOW, Draws, Numbers, Steady, TakesItsTime, Troubled
+from helpers.datasets import BIG, SLOW, STEADY, TROUBLED, Draws, Numbers, Reduced, load_slowly
+from helpers.pages import ROOT
 from helpers.waiting import wait_until
 
 SOAK = "SOAK" in os.environ
 REFUSED = grpc.StatusCode.UNAUTHENTICATED
+thorough = pytest.mark.thorough
 
 
 def serves(host: DataHost) -> bool:
     batches = loader_of([host], Numbers(), batch_size=20)
     return [sample["index"] for batch in batches for sample in batch] == [*range(61)]
-
-
-def keep_busy(host: DataHost) -> DataLoader:
-    """Request a sample that takes forever; return the iterator that waits for it."""
-    batches = iter(loader_of([host], Troubled(), [[SLOW]], num_workers=1))
-    wait_until(lambda: "asleep" in host.said())
-    return batches
 
 
 # Where it listens
@@ -86,8 +83,8 @@ def test_nothing_of_a_stranger_is_unpickled_and_the_log_has_a_line(start, tmp_pa
     file = tmp_path / "made"
     evil = pickle.dumps(Evil(file))
     request = pickle.dumps(wire.Request(bytes(32), evil))
-    signed = {name: hashlib.sha256(data).digest() for name, data in [("r", request), ("e", evil)]}
-    _, overheard = wire.sign(TOKEN, signed["r"])  # a stranger may overhear other calls
+    digest = hashlib.sha256(request).digest()
+    _, overheard = wire.sign(TOKEN, digest)  # a stranger may overhear other calls
     key, code = overheard[0]
     with grpc.insecure_channel(host.address) as channel:
         ask = channel.unary_stream(f"/{wire.SERVICE}/Get")
@@ -96,8 +93,8 @@ def test_nothing_of_a_stranger_is_unpickled_and_the_log_has_a_line(start, tmp_pa
             [],
             [(key, b"")],
             [(key, code[:-1] + bytes([code[-1] ^ 1]))],
-            wire.sign("a guess", signed["r"])[1],
-            wire.sign("", signed["r"])[1],
+            wire.sign("a guess", digest)[1],
+            wire.sign("", digest)[1],
         ]:
             for call in (
                 lambda metadata=metadata: list(ask(request, metadata=metadata)),
@@ -134,83 +131,43 @@ def test_garbage_and_silent_calls_do_no_harm(start):
     assert after < before + (200 << 20)
 
 
-EVIL_SERVER = """
-import concurrent.futures, grpc, os, pathlib, pickle, sys, time
-from feed import wire
-
-class Evil:
-    def __reduce__(self):
-        return pathlib.Path.touch, (pathlib.Path(sys.argv[2]),)
-
-def ask(request, context):
-    reply = wire.Reply(wire.RAISED, pickle.dumps(Evil()), workers=1)
-    yield wire.seal("a guess", os.urandom(16), reply)
-
-server = grpc.server(concurrent.futures.ThreadPoolExecutor())
-methods = {"Get": grpc.unary_stream_rpc_method_handler(ask)}
-server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(wire.SERVICE, methods)])
-server.add_insecure_port(sys.argv[1])
-server.start()
-print("serving", flush=True)
-server.wait_for_termination()
-"""
-
-
 def test_nothing_of_a_stranger_at_a_data_host_s_address_is_unpickled(tmp_path):
     address, file = f"127.0.0.1:{free_port()}", tmp_path / "made"
-    command = [sys.executable, "-c", EVIL_SERVER, address, file]
-    with subprocess.Popen(command, cwd=CODE, stdout=subprocess.PIPE) as server:
-        try:
-            assert server.stdout.readline() == b"serving\n"
-            with pytest.raises(PermissionError, match="a reply has no valid MAC: do both"):
-                next(iter(loader_of([Namespace(address=address)], Numbers())))
-        finally:
-            server.kill()
+
+    def ask(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        reply = wire.Reply(wire.RAISED, pickle.dumps(Evil(file)), workers=1)
+        yield wire.seal("a guess", os.urandom(16), reply)
+
+    server = grpc.server(ThreadPoolExecutor())
+    methods = {"Get": grpc.unary_stream_rpc_method_handler(ask)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(wire.SERVICE, methods)])
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        with pytest.raises(PermissionError, match="a reply has no valid MAC: do both"):
+            next(iter(loader_of([Namespace(address=address)], Numbers())))
+    finally:
+        server.stop(None).wait()
     assert not file.exists()
 
 
-# Clients that die or are slow, and memory
+# Memory, and several Datasets
 
 
-CLIENT = f"""if True:
-    from helpers.data_hosts import *
-    from helpers.datasets import Troubled
-    for batch in DataLoader(RemoteDataset(Troubled()), batch_sampler=[[{BIG}]] * 1000):
-        print("batch", flush=True)"""
-
-
-@pytest.mark.parametrize("end", [pytest.param("kill", marks=pytest.mark.thorough), "suspend"])
-def test_a_client_that_dies_or_hangs_in_mid_transfer_does_not_hold_up_others(start, end):
-    [host] = up(start())
-    client = psutil.Popen(
-        [sys.executable, "-c", CLIENT], stdout=subprocess.PIPE, env=environment_of([host])
-    )
-    try:
-        assert b"batch\n" in iter(client.stdout.readline, b"")
-        getattr(client, end)()
-        assert serves(host)
-    finally:
-        client.kill()
-        client.communicate()
-
-
-@pytest.mark.thorough
+@thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_memory_stays_flat(start, num_workers):
     [host] = up(start(workers=2))
     count, early = (10_000, 1000) if SOAK else (1000, 200)
     numbers = [[*range(49), BIG]] * count if SOAK else [[*range(50)]] * count
     sizes = []
-    batches = iter(loader_of([host], Troubled(), numbers, num_workers=num_workers))
+    batches = iter(loader_of([host], TROUBLED, numbers, num_workers=num_workers))
     for number, _ in enumerate(batches, start=1):
         if number in (early, count - 20):
             everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
             sizes.append({process: process.memory_info().rss >> 20 for process in everyone})
     growth = [after - sizes[0][process] for process, after in sizes[1].items()]  # MiB
     assert max(growth) < 20, growth
-
-
-# Several Datasets
 
 
 def test_datasets_that_nobody_asks_for_are_dropped(start):
@@ -228,27 +185,24 @@ def test_datasets_that_nobody_asks_for_are_dropped(start):
     assert max(counts[:-1]) <= 3 and counts[-1] <= 4
 
 
-def take_turns(host: DataHost, count: int, samples: int = 3) -> list:
-    """Ask in turn for samples of different Datasets, as ranks with Datasets of their own do."""
+@pytest.mark.parametrize(
+    "most, count, made, kept",
+    [("DATASETS = 3", 5, 5 + 2, "5, up to 40%"), ("MEMORY = 0", 2, 0, "32, up to 0%")],
+)
+def test_all_datasets_in_use_are_kept(start, most, count, made, kept):
+    """Ranks with Datasets of their own take turns. At first, some are dropped; the log says so."""
+    [host] = up(start(setup=f"import feed.front; feed.front.MOST_{most}"))
     datasets = [Draws() for _ in range(count)]
     for number, dataset in enumerate(datasets):
         dataset.number = number
-    loaders = [
-        iter(loader_of([host], dataset, [[n] for n in range(samples)])) for dataset in datasets
-    ]
-    return [next(loader) for _ in range(samples) for loader in loaders]
-
-
-def test_all_datasets_in_use_are_kept(start):
-    """Two of five are dropped at first. The log says so, also if the memory is too small."""
-    [host] = up(start(setup="import feed.front; feed.front.MOST_DATASETS = 3"))
-    take_turns(host, count=5)
-    assert host.said().count(" made in ") == 5 + 2
+    loaders = [iter(loader_of([host], dataset, [[0], [1], [2]])) for dataset in datasets]
+    for sample in range(3):
+        for loader in loaders:
+            [[index, *_]] = next(loader)
+            assert index == sample
+    assert made in (0, host.said().count(" made in "))
     text = "feed: a Dataset is needed again that was dropped: this host now keeps"
-    assert f"{text} 5, up to 40% of its memory" in host.said()
-    [host] = up(start(setup="import feed.front; feed.front.MOST_MEMORY = 0"))
-    take_turns(host, count=2)
-    assert f"{text} 32, up to 0% of its memory" in host.said()
+    assert f"{text} {kept} of its memory" in host.said()
 
 
 def test_many_workers_need_many_open_files(start):
@@ -256,7 +210,7 @@ def test_many_workers_need_many_open_files(start):
     for most, reason in [(2048, None), (30, "failed 3 times in a row: .* Too many open files")]:
         limit = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, {most}))"
         [host] = up(start(workers=30, setup=limit))
-        batches = iter(loader_of([host], Steady(), batch_size=61))
+        batches = iter(loader_of([host], STEADY, batch_size=61))
         with pytest.raises(RuntimeError, match=reason) if reason else contextlib.nullcontext():
             assert len(next(batches)) == 61
 
@@ -264,42 +218,52 @@ def test_many_workers_need_many_open_files(start):
 # How it ends
 
 
-def test_a_thread_that_fails_ends_the_host(start):
-    """Otherwise clients would wait for its work forever. A launcher starts the server again."""
-    [host] = up(start(setup="import feed.worker; feed.worker.Worker.receive = lambda self: 1 / 0"))
-    waiting = iter(loader_of([host], Numbers(), num_workers=1))
-    assert host.process.wait(timeout=60) == 1
-    assert "ZeroDivisionError" in host.said()
-    del waiting
-
-
-@pytest.mark.thorough
-def test_sigterm_to_all_of_a_busy_host_s_processes_ends_them_soon(start):
-    [host] = up(start(workers=2))
-    waiting = keep_busy(host)
-    processes = host.processes()
+def terminate_all(host: DataHost) -> None:
     for _ in range(5):  # from the launcher, and perhaps from SageMaker, too
         os.killpg(host.process.pid, signal.SIGTERM)
         time.sleep(0.02)
-    assert host.process.wait(timeout=30) == 0
-    wait_until(lambda: all(map(has_ended, processes)))
-    assert "Traceback" not in host.said()
-    del waiting
 
 
-@pytest.mark.thorough
-def test_sigterm_while_a_dataset_is_loaded_ends_it_too(start):
-    [host] = up(start())
-    waiting = iter(loader_of([host], TakesItsTime(), num_workers=1))
-    wait_until(lambda: "loading" in host.said())
+ENDS = {
+    "wait": lambda host: None,  # until it ends by itself
+    "kill": lambda host: host.process.kill(),
+    "kill front": lambda host: [p.kill() for p in host.processes()[1:] if p.net_connections("tcp")],
+    "terminate": lambda host: host.process.terminate(),
+    "terminate all": terminate_all,
+}
+FAILING = "import feed.worker; feed.worker.Worker.receive = lambda self: 1 / 0"
+
+
+@pytest.mark.parametrize(
+    "end, code, words, dataset, begun, setup",
+    [
+        # A thread fails: otherwise clients would wait for its work forever.
+        ("wait", 1, "ZeroDivisionError", Numbers(), "", FAILING),
+        ("kill", -signal.SIGKILL, "", TROUBLED, "asleep", ""),
+        pytest.param("terminate all", 0, "", TROUBLED, "asleep", "", marks=thorough),
+        pytest.param("terminate", 0, "", Reduced(load_slowly), "loading", "", marks=thorough),
+        pytest.param(
+            "kill front", 1, "the gRPC process has ended", TROUBLED, "asleep", "", marks=thorough
+        ),
+    ],
+)
+def test_all_processes_of_a_host_end_with_it(start, end, code, words, dataset, begun, setup):
+    [host] = up(start(workers=2, setup=setup))
+    waiting = iter(loader_of([host], dataset, [[SLOW]], num_workers=1))
+    wait_until(lambda: begun in host.said())
     processes = host.processes()
-    host.process.terminate()
-    assert host.process.wait(timeout=30) == 0
+    if dataset is TROUBLED:
+        # Server, front, the Dataset's process, workers, and perhaps those that compare the sample.
+        assert 3 + host.workers <= len(processes) <= 3 + 2 * host.workers
+    ENDS[end](host)
+    assert host.process.wait(timeout=60) == code
     wait_until(lambda: all(map(has_ended, processes)))
+    assert words in host.said()
+    assert code == 1 or "Traceback" not in host.said()
     del waiting
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_host_that_has_had_no_dataset_says_so_when_it_ends(start):
     used, unused = up(start(), start())
     list(loader_of([used], Numbers(), [[0]]))
@@ -309,25 +273,87 @@ def test_a_host_that_has_had_no_dataset_says_so_when_it_ends(start):
         assert host.said().count("feed: no Dataset was sent: ") == times
 
 
-def test_no_process_outlives_the_first_one(start):
-    [host] = up(start())
-    waiting = keep_busy(host)
-    processes = host.processes()
-    # Server, front, the Dataset's process, a worker, and perhaps one that compares the sample.
-    assert 4 <= len(processes) <= 5
-    host.process.kill()
-    wait_until(lambda: all(map(has_ended, processes)))
-    del waiting
+# How trainings end
 
 
-@pytest.mark.thorough
-def test_a_front_that_dies_ends_the_host(start):
+@pytest.fixture(scope="module")
+def many() -> Iterator[DataHost]:
+    """A data host with so many workers that some may stay asleep."""
+    [host] = up(DataHost(workers=40))
+    yield host
+    host.kill()
+
+
+def test_leaving_an_epoch_leaves_nothing(many):
+    """Whether the loader waits for the training or for a sample."""
+    threads, others = set(threading.enumerate()), set(psutil.Process().children())
+    for num_workers, numbers in [(0, [[0]] * 9), (2, [[0]] * 9), (1, [[0]] + [[SLOW]] * 9)]:
+        batches = iter(loader_of([many], TROUBLED, numbers, num_workers=num_workers))
+        next(batches)
+        workers = set(psutil.Process().children()) - others
+        del batches
+        wait_for_threads(threads)
+        wait_until(lambda workers=workers: all(map(has_ended, workers)))
+
+
+@contextlib.contextmanager
+def training(host: DataHost, sample: int, num_workers: int = 0, end: str = "") -> Iterator:
+    """Provide programs/epoch.py, which has begun an epoch."""
+    asleep = host.said().count("asleep") + max(1, num_workers)
+    program = psutil.Popen(
+        [sys.executable, "-W", "ignore", ROOT / "tests/programs/epoch.py"]
+        + [str(sample), str(num_workers), end],
+        env=environment_of([host]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # If the tests run in the background, the program would ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert "begun\n" in iter(program.stdout.readline, "")
+        wait_until(lambda: sample != SLOW or host.said().count("asleep") >= asleep)
+        yield program
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            program.kill()
+        program.communicate()
+
+
+@pytest.mark.parametrize(
+    "sample, num_workers, end, code, said",
+    [
+        (0, 0, "raises", 1, ["ZeroDivisionError: division by zero"]),
+        (0, 2, "exits", 5, []),
+        (SLOW, 0, "", -signal.SIGINT, ["KeyboardInterrupt"]),
+        (SLOW, 2, "", -signal.SIGINT, ["KeyboardInterrupt"]),
+        (SLOW, 2, "", -signal.SIGKILL, []),
+    ],
+)
+def test_a_training_may_end_in_the_middle_of_an_epoch(many, sample, num_workers, end, code, said):
+    with training(many, sample, num_workers, end) as program:
+        workers = program.children() if sample == SLOW else []
+        if sample == SLOW:
+            assert len(workers) == num_workers
+            program.send_signal(-code)
+        _, errors = program.communicate(timeout=60)
+        assert (program.returncode, errors.splitlines()[-1:]) == (code, said)
+        wait_until(lambda: all(map(has_ended, workers)))
+
+
+@pytest.mark.parametrize("end", [pytest.param("kill", marks=thorough), "suspend"])
+def test_a_training_that_dies_or_hangs_in_mid_transfer_does_not_hold_up_others(start, end):
     [host] = up(start())
-    waiting = keep_busy(host)
-    processes = host.processes()
-    front = next(p for p in processes[1:] if p.net_connections("tcp"))
-    front.kill()
-    assert host.process.wait(timeout=30) == 1
-    wait_until(lambda: all(map(has_ended, processes)))
-    assert "feed: the gRPC process has ended" in host.said()
-    del waiting
+    with training(host, BIG) as program:
+        for _ in range(3):  # until it has got a large batch
+            assert "a batch\n" in iter(program.stdout.readline, "")
+        getattr(program, end)()
+        assert serves(host)
+
+
+@thorough
+def test_feed_can_be_imported_from_any_path_and_after_tensorflow(tmp_path: Path):
+    folder = tmp_path / "a b" / "ü"
+    shutil.copytree(CODE / "feed", folder / "feed")
+    program = f"import sys, tensorflow; sys.path.insert(0, {str(folder)!r}); import feed"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,117 +1,329 @@
 """What a script has set around its Dataset: data hosts have it, too, or the Dataset is refused.
 
-The script is helpers/inheriting.py. The reference is the plain DataLoader, whose forked workers
-have everything that the script has set.
+Run as a program, this file is that script: see helpers/scripts.py. The reference is the plain
+DataLoader, whose forked workers have everything that the script has set.
 """
 
-import gc
-import importlib
-import itertools
-import json
+import functools
+import logging
 import multiprocessing
 import os
+import pickle
+import random
+import re
+import sqlite3
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image, ImageFile
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from feed import compare, inherit, travel
-from helpers import inheriting, settings
-from helpers.data_hosts import CODE, PATHS, DataHost, environment_of, up
-from helpers.inheriting import (
-    INHERITED,
-    NOT_CARRIED,
-    NOT_REPEATABLE,
-    RANDOM,
-    REFUSED,
-    a_host_that_fails,
-)
-from helpers.ordinary import ORDINARY, SILENT
+from feed import RemoteDataset, compare, inherit, source
+from helpers import absent, settings, settings_user
+from helpers.datasets import Table, assert_same
+from helpers.pages import ROOT
+from helpers.scripts import checks, main, run, said
 
 pytestmark = pytest.mark.timeout(600)  # the script runs in the first test that asks for it
+ADDRESSES = os.environ.get("HETERO_DATA_HOSTS", "").split(",")
+rng = np.random.default_rng(0)
+lock, remembered, log = threading.RLock(), threading.local(), logging.getLogger("script")
 
 
-def run(folder: Path, wrap: str, count: int) -> dict[str, tuple[list, str]]:
-    """Run all cases in a script of its own, with so many data hosts."""
-    hosts = up(*[DataHost(2, environment={"PLACE": "there"}) for _ in range(count)])
-    environment = environment_of(hosts) if hosts else os.environ | {"PYTHONPATH": PATHS}
-    environment |= {"REMOVED": "no", "TMPDIR": str(folder)}
-    command = [sys.executable, inheriting.__file__, folder / f"{wrap}-{count}", wrap]
-    try:
-        subprocess.run(command, env=environment, cwd=CODE, check=True)
-    finally:
-        for host in hosts:
-            host.kill()
-    return json.loads((folder / f"{wrap}-{count}").read_text())
+def on(host_count: int, dataset: Dataset) -> Dataset:
+    """Return the RemoteDataset on the first data hosts; it prepares samples here without any."""
+    with mock.patch.dict(os.environ, HETERO_DATA_HOSTS=",".join(ADDRESSES[:host_count])):
+        return RemoteDataset(dataset)
 
 
-class Ended(dict):
-    """What the cases gave, by number of data hosts, or by one of RUNS; runs them when asked."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __missing__(self, key: Any) -> dict[str, tuple[list, str]]:
-        self[key] = {}  # if it fails, it is not run again
-        self[key] = run(self.folder, *RUNS.get(key, ("RemoteDataset", key)))
-        return self[key]
+def epochs(dataset: Any, count: int = 1, **options: Any) -> list:
+    """Return all samples of some epochs."""
+    torch.manual_seed(1)
+    options = {"num_workers": 2, **options}
+    loader = DataLoader(dataset, 16, collate_fn=list, **options)
+    return [sample for _ in range(count) for batch in loader for sample in batch]
 
 
-RUNS = {"plain": ("plain", 0), "without variables": ("without variables", 1)}
+# What the script sets, in modules and elsewhere
+
+
+@functools.lru_cache(maxsize=7)
+def fibonacci(number: int) -> int:
+    return number if number < 2 else fibonacci(number - 1) + fibonacci(number - 2)
+
+
+@functools.singledispatch
+def kind(value: Any) -> str:
+    return "something"
+
+
+@kind.register
+def _(value: int) -> str:
+    return "a number"
+
+
+class Lazy:
+    @functools.cached_property
+    def size(self) -> int:
+        return 32
+
+
+class Pairs(Table):
+    Pair = namedtuple("Pair", "one other")
+
+
+def set_everything() -> None:
+    settings.SIZE, settings.TRAIN["IM_SIZE"], settings.Config.size = 32, 64, 32
+    settings.load, settings.Config.area = lambda index: 32, lambda self: 32
+    # As with yacs: nodes with attributes, one of which is the default of an argument.
+    settings.nodes["size"], settings.nodes.frozen = 32, True
+    settings.mode, settings.log = settings.Mode.TEST, logging.getLogger("test")
+    settings.folder, settings.known = Path("test"), {*"xyz"}
+    settings.slots.size, settings.axes["axes"] = 32, ()
+    settings.order.move_to_end("a"), settings.order.update(c=3)
+    settings.current = settings.large
+    settings.pair_of_configs = settings.large, [settings.large]
+    # Where a module cannot be imported, only what comes from it is left out.
+    settings.others["tracker"] = absent.Tracker()
+    os.environ |= {"AUGMENTATIONS": "5", "LOCAL_RANK": "3"}
+    os.environ.pop("REMOVED", None)
+    torch.set_default_dtype(torch.float64)
+
+
+def everything(table: Table, index: int) -> dict:
+    with lock:
+        log.debug("sample %d", index)
+        remembered.size = Lazy().size
+    settings.nodes["size"] += 1  # the Dataset changes it, too
+    nodes = settings_user.size(), settings.of_nodes(), settings.pair[1][0]["size"]
+    settings.nodes["size"] -= 1
+    large, small = settings.large, settings.small
+    return {
+        "variable": np.full(2, settings.SIZE),
+        "nested": torch.ones(settings.TRAIN["IM_SIZE"]),
+        "class attribute": settings.Config.size,
+        "replaced functions": (settings.load(index), settings.Config().area()),
+        "one object of several modules": (*nodes, settings.nodes.frozen),
+        "one of several objects with names": (settings.mode.name, settings.log.name),
+        "the others": ([mode.name for mode in settings.Mode], logging.getLogger("train").name),
+        "parts": (settings.folder, sorted(settings.known), settings.slots, settings.axes),
+        "order": [*settings.order.items()],
+        "same": (settings.current is large, settings.pair_of_configs[1][0] is large),
+        "sizes": (settings.size_of(), small.size, large.size),
+        "as it was": (settings.nothing, settings.table[settings.key], settings.local.x),
+        "environment": [os.environ.get(key) for key in ("AUGMENTATIONS", "LOCAL_RANK", "REMOVED")],
+        "default dtype": torch.tensor(1.5),
+        "what pickle does not know": (fibonacci(20), fibonacci.cache_parameters(), remembered.size),
+        "dispatch": (kind(index), kind("index")),
+    }
+
+
+def size_as_imported(table: Table, index: int) -> int:
+    from helpers import settings as imported
+
+    return imported.SIZE
+
+
+def check_what_the_script_sets_is_there() -> None:
+    set_everything()
+    for gives in (size_as_imported, everything):
+        expected = epochs(Table(gives))
+        for host_count in (0, 1, 2):
+            assert_same(epochs(on(host_count, Table(gives))), expected)
+        with mock.patch.object(source, "variables", lambda reached: (pickle.dumps([]), False)):
+            refused_in_words(
+                1, gives, "it is 8 there, 32 here" if gives is size_as_imported else ""
+            )
+    torch.set_default_dtype(torch.float32)
+
+
+def refused_in_words(host_count: int, gives: Callable, words: str) -> None:
+    text = f"sample of Table than a worker of this script would: {words}"
+    with pytest.raises(RuntimeError, match=f"(?s){re.escape(text)}.*What data hosts have"):
+        epochs(on(host_count, Table(gives)))
+
+
+def check_a_setting_of_a_library_is_refused() -> None:
+    ImageFile.LOAD_TRUNCATED_IMAGES = True
+    words = "it is False there, True here"
+    refused_in_words(2, lambda table, index: ImageFile.LOAD_TRUNCATED_IMAGES, words)
+
+
+def check_a_namedtuple_may_be_an_attribute_of_a_class() -> None:
+    """Without workers, since torch's own could not send it."""
+    samples = epochs(on(2, Pairs(lambda self, index: self.Pair(index, "2"))), num_workers=0)
+    assert samples == [(index, "2") for index in range(61)]
+    assert {*map(type, samples)} == {Pairs.Pair}
+
+
+def stage(table: Table, index: int) -> tuple:
+    return table.stage.tolist(), settings.SIZE, os.environ.get("STAGE")
+
+
+def check_shared_memory_changes_between_epochs_of_persistent_workers() -> None:
+    """A spawned one has imported the modules anew, so that also a plain one lacks the settings."""
+    settings.SIZE, os.environ["STAGE"] = 64, "2"
+    for method, size in (("fork", 64), ("spawn", 8)):
+        table = Table(stage, stage=torch.zeros(2).share_memory_())
+        options = {"persistent_workers": True, "multiprocessing_context": method, "num_workers": 1}
+        for dataset in (table, *(on(host_count, table) for host_count in (0, 2))):
+            loader = DataLoader(dataset, 16, collate_fn=list, **options)
+            for epoch in range(3):
+                table.stage.fill_(epoch)
+                assert sum(loader, []) == 61 * [([epoch, epoch], size, "2")]
+
+
+# Generators, which worker_init_fn seeds
+
+
+def drawn(table: Table, index: int) -> float:
+    if table.rng is None:
+        table.rng = np.random.default_rng(get_worker_info().id)
+    return table.rng.random()
+
+
+def seed_of_dataset(worker: int) -> None:
+    get_worker_info().dataset.rng = np.random.default_rng(torch.initial_seed())
+
+
+def seed_from_info(worker: int) -> None:
+    get_worker_info().dataset.rng = random.Random(get_worker_info().seed)
+
+
+def seed_of_module(worker: int) -> None:
+    settings.rng = np.random.default_rng(torch.initial_seed())
+
+
+def seed_of_script(worker: int) -> None:
+    global rng
+    rng = np.random.default_rng(torch.initial_seed())
+
+
+GENERATORS = {
+    "of the Dataset": (drawn, seed_of_dataset),
+    "of the Dataset, from the worker's seed": (drawn, seed_from_info),
+    "of a module": (lambda table, index: settings.rng.random(), seed_of_module),
+    "of the script": (lambda table, index: rng.random(), seed_of_script),
+    "made when it is first used": (drawn, None),
+}
+
+
+def never_the_same_numbers(name: str) -> None:
+    draw, seed = GENERATORS[name]
+    for host_count in (0, 2):
+        first, second = (
+            epochs(on(host_count, Table(draw, rng=None)), 2 - (not seed), worker_init_fn=seed)
+            for _ in range(2)
+        )
+        assert len(first) == len({*first})
+        assert first == second or not seed
+
+
+def check_one_of_two_loaders_over_a_dataset_may_have_a_worker_init_fn() -> None:
+    def mark(worker: int) -> None:
+        get_worker_info().dataset.marked = True
+
+    table = Table(lambda table, index: (table.marked, random.random()), marked=False)
+    for host_count in (0, 2):
+        dataset = on(host_count, table)
+        with_it, without = epochs(dataset, worker_init_fn=mark), epochs(dataset)
+        assert {marked for marked, _ in with_it} == {True}
+        assert {marked for marked, _ in without} == {False}
+        assert len({*with_it}) == 61
+
+
+# Datasets that must not be refused: those with a history, or with something of their process
+
+
+def query(table: Table, index: int) -> tuple:
+    table.handle = table.handle or sqlite3.connect(":memory:")
+    return table.handle.execute(f"select {index}").fetchone()
+
+
+def with_history(table: Table, index: int) -> tuple:
+    table.buffer = [*table.buffer, index][-9:]
+    history = len(table.buffer), random.choice(table.buffer)
+    cached = table.cache.setdefault(index, (index, random.random()))
+    noise = np.random.randint(0, 256, (8, 8, 3), np.uint8)
+    image = Image.fromarray(noise), {"nan": float("nan"), "noise": {1, 2}, "none": None}
+    return index, history, cached, query(table, index), image
+
+
+def path_in_folder(table: Table, index: int) -> tuple:
+    table.folder = table.folder or tempfile.TemporaryDirectory()
+    return index, table.folder.name
+
+
+def file_of_data_hosts(table: Table, index: int) -> tuple:
+    return index, {"there": True}[os.environ.get("PLACE")]
+
+
+# Whether the log says that samples were not compared, and what gives them.
+ORDINARY = {
+    "history": (False, Table(with_history, buffer=[], cache={}, handle=None)),
+    "process": (True, Table(lambda table, index: (index, os.getpid()))),
+    "folder": (True, Table(path_in_folder, folder=None)),
+    "file of data hosts": (True, Table(file_of_data_hosts)),
+    "clock": (True, Table(lambda table, index: (index, time.time() % 1))),
+}
+
+
+def not_refused(name: str) -> None:
+    is_reported, table = ORDINARY[name]
+    assert [index for index, *_ in epochs(on(2, table), 2)] == 2 * [*range(61)]
+    assert ("were not compared" in said()) == is_reported
+
+
+def check_the_training_s_own_dataset_stays_as_it_is_without_workers() -> None:
+    table = Table(query, handle=None)
+    assert [index for [index] in epochs(on(2, table), num_workers=0)] == [*range(61)]
+    assert not table.handle
+
+
+def check_an_error_says_that_it_works_here() -> None:
+    def read(table: Table, index: int) -> int:
+        if index == 40 and os.environ.get("PLACE") == "there":
+            raise OSError("image file is truncated")
+        return index
+
+    with pytest.raises(OSError, match="(?s)is truncated.*This host can prepare these"):
+        epochs(on(2, Table(read)))
+    assert epochs(on(0, Table(read))) == [*range(61)]
+
+
+CHECKS = checks(globals())
+for check, names in (
+    (never_the_same_numbers, GENERATORS),
+    (not_refused, ORDINARY),
+):
+    CHECKS |= {f"{check.__name__}: {name}": functools.partial(check, name) for name in names}
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return Ended(tmp_path_factory.mktemp("inherit"))
+def tracebacks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run(__file__, tmp_path_factory.mktemp("inherit"), CHECKS)
 
 
-@pytest.mark.parametrize("hosts", [0, 1, 2])
-@pytest.mark.parametrize("case", INHERITED)
-def test_data_hosts_have_it(ended, case: Callable, hosts: int):
-    assert ended[hosts][case.__name__][0] == ended["plain"][case.__name__][0]
+@pytest.mark.parametrize("name", CHECKS)
+def test_from_a_script(tracebacks, name):
+    assert not tracebacks[name], tracebacks[name]
 
 
-@pytest.mark.parametrize(
-    "name, hosts",
-    [
-        *itertools.product(REFUSED, [1, 2]),
-        *itertools.product(NOT_CARRIED, ["without variables"]),
-    ],
-)
-def test_what_they_lack_is_refused_with_both_values(ended, name: str, hosts: Any):
-    [said] = ended[hosts][name][0]
-    assert f"sample of Table than a worker of this script would: {NOT_CARRIED[name]}" in said
-    assert "What data hosts have" in said
+# In this process
 
 
-@pytest.mark.parametrize("hosts", [0, 1, 2])
-@pytest.mark.parametrize("case", RANDOM)
-def test_no_two_samples_get_the_same_random_numbers(ended, case: Callable, hosts: int):
-    first, second = ended[hosts][case.__name__][0]
-    assert len(first) == len(set(first)), len(set(first))
-    assert case in NOT_REPEATABLE or first == second
-
-
-@pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.parametrize("case", ORDINARY)
-def test_an_ordinary_dataset_is_not_refused(ended, case: Callable, hosts: int):
-    gave, printed = ended[hosts][case.__name__]
-    assert gave == ended["plain"][case.__name__][0]
-    assert ("were not compared" in printed) == (case not in SILENT), printed
-
-
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_an_error_says_that_it_works_here(ended, hosts: int):
-    [said] = ended[hosts][a_host_that_fails.__name__][0]
-    assert "OSError: image file is truncated" in said and "This host can prepare these" in said
-    assert ended[0][a_host_that_fails.__name__] == ended["plain"][a_host_that_fails.__name__]
-
-
-def test_nothing_is_set_where_nothing_differs(capsys):
+def test_nothing_is_set_where_nothing_differs_and_the_log_names_what_is_set(capsys, monkeypatch):
     """The variables come back as other objects, as on a data host."""
     before = settings.nodes, settings.pair, settings.mode
     content, _ = inherit.variables(["helpers.settings", "helpers.settings_user"])
@@ -119,128 +331,30 @@ def test_nothing_is_set_where_nothing_differs(capsys):
     assert not capsys.readouterr().out
     after = settings.nodes, settings.pair, settings.mode
     assert all(one is other for one, other in zip(before, after, strict=True))
-
-
-CONF = """
-import dataclasses, threading
-from collections import OrderedDict
-from os import environ
-
-@dataclasses.dataclass(slots=True)
-class Slots:
-    size: int = 8
-
-class Config:
-    def __init__(self, size): self.size = size
-
-slots, order, key, local = Slots(), OrderedDict(a=1, b=2), object(), threading.local()
-table, axes, nothing, local.x = {key: 0}, {"axes": 1}, (), 1
-small, large = Config(1), Config(2)
-current, size, pair, tracker = small, 8, None, None
-
-def size_of(config=small): return config.size
-"""
-SCRIPT = """
-import pickle, sys
-sys.path.insert(0, sys.argv[1])
-import conf, os
-from feed import inherit
-os.environ["OWN"] = sys.argv[2]
-if sys.argv[2] == "script":
-    conf.slots.size, conf.size, conf.axes["axes"] = 32, 32, ()
-    conf.order.move_to_end("a"), conf.order.update(c=3)
-    conf.current, conf.pair = conf.large, (conf.large, [conf.large])
-    import absent
-    conf.tracker = absent.Tracker()
-    open("variables", "wb").write(inherit.variables(["conf"])[0])
-else:
-    inherit.set_variables(open("variables", "rb").read())
-print(conf.slots, conf.size, conf.axes, conf.nothing, [*conf.order.items()], conf.table[conf.key])
-print(conf.local.x, conf.current is conf.large, conf.pair[1][0] is conf.large, conf.size_of())
-print(conf.small.size, conf.large.size, os.environ["OWN"] == sys.argv[2])
-"""
-
-
-def test_variables_are_set_as_the_script_has_set_them_and_others_stay(tmp_path: Path):
-    """Where a module cannot be imported, only what comes from it is left out."""
-    said = []
-    for place, absent in [
-        ("script", "class Tracker: pass"),
-        ("host", "raise SystemExit(2)"),
-    ]:
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "conf.py").write_text(CONF)
-        (tmp_path / place / "absent.py").write_text(absent)
-        command = [sys.executable, "-c", SCRIPT, tmp_path / place, place]
-        environment = os.environ | {"PYTHONPATH": PATHS}
-        options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-        said.append(subprocess.run(command, check=True, **options).stdout)
-    first, _, rest = said[1].partition("\n")
-    assert rest == said[0]
-    names = "axes, conf.current, conf.order, conf.pair, conf.size, conf.slots"
-    assert first == f"feed: set as in the training script: conf.{names}"
+    monkeypatch.setattr(settings, "SIZE", 9)
+    monkeypatch.setitem(settings.TRAIN, "IM_SIZE", 9)
+    inherit.set_variables(content)
+    words = "feed: set as in the training script: helpers.settings.SIZE, helpers.settings.TRAIN\n"
+    assert (settings.SIZE, settings.TRAIN["IM_SIZE"], capsys.readouterr().out) == (8, 224, words)
 
 
 def test_processes_pickle_the_same_variables_alike():
     """Also a class that cannot be found by its name, as a namedtuple in a class body."""
-    found, module = [], importlib.import_module("helpers.looked_at")
+    found = []
     for _ in range(2):
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            found.append(pool.apply(inherit.variables, ([module.__name__],)))
+            found.append(pool.apply(inherit.variables, (["helpers.settings"],)))
     assert found[0] == found[1] and b"Pair" in found[0][0]
 
 
-def test_modules_that_pip_has_installed_are_not_the_script_s(tmp_path: Path, monkeypatch):
-    """Also in a folder of another name, as with `pip install --target`."""
-    for name in ("installed", "written"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"{name}_module.py").touch()
-        monkeypatch.syspath_prepend(tmp_path / name)
-        importlib.import_module(f"{name}_module")
-    (tmp_path / "installed" / "installed-1.0.dist-info").mkdir()
-    own = travel.own_modules()
-    assert "written_module" in own and "installed_module" not in own
-
-
-class Importing:
-    """Garbage that imports a module when it is collected, and leaves garbage of its kind."""
-
-    def __init__(self, left: int):
-        self.me, self.left = self, left
-
-    def __del__(self) -> None:
-        sys.modules[f"imported-{self.left}"] = sys
-        if self.left:
-            Importing(self.left - 1)
-
-
-def test_modules_may_be_imported_while_all_are_looked_at():
-    """As by the garbage collector, which may run a destructor at any time."""
-    before, threshold = {*sys.modules}, gc.get_threshold()
-    Importing(1000)
-    gc.set_threshold(1)
-    try:
-        while "imported-0" not in sys.modules:
-            assert "helpers.settings" in travel.own_modules()
-    finally:
-        gc.set_threshold(*threshold)
-        for name in {*sys.modules} - before:
-            del sys.modules[name]
-
-
-RESIZE = """
-import sys
-import numpy as np
-import torch
-size, images = int(sys.argv[1]), torch.Generator().manual_seed(0)
-image = torch.rand(1, 3, 9, 9, generator=images)
-image = torch.nn.functional.interpolate(image, (300, 400), mode="bicubic").clamp(0, 1)
-image = (255 * image).to(torch.uint8)
-small = torch.nn.functional.interpolate(image, (size, size), mode="bilinear", antialias=True)
-normalized = (small.float() / 255 - 0.45) / 0.22
-sound = torch.fft.irfft(torch.fft.rfft(torch.rand(999, generator=images)) ** 2).log_softmax(0)
-np.savez(sys.argv[2], small=small, normalized=normalized, sound=sound)
-"""
+def test_differences_are_named():
+    for there, here, words in [
+        (np.full(2, 8), np.full(2, 9), "it is ndarray of int64 (2,) [8, 8] there, ndarray of int"),
+        ({"a": torch.ones(9)}, {"a": torch.ones(6)}, "['a'] is Tensor of float32 (9,) [1.0, 1.0,"),
+        ((0, 8), (0, 32), "[1] is 8 there, 32 here"),
+        ((0, ("TRAIN",)), (0, ("TEST",)), "[1][0] is 'TRAIN' there, 'TEST' here"),
+    ]:
+        assert compare.difference(there, here, ("there", "here")).startswith(words)
 
 
 def test_other_cpus_may_round_differently(tmp_path: Path):
@@ -249,9 +363,13 @@ def test_other_cpus_may_round_differently(tmp_path: Path):
     for capability in ("default", "avx2"):
         path = tmp_path / f"{capability}.npz"
         environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-        command = [sys.executable, "-c", RESIZE, "224", path]
+        command = [sys.executable, ROOT / "tests/programs/resize.py", path]
         subprocess.run(command, env=environment, check=True)
         found.append(dict(np.load(path)))
     assert not compare.difference(*found, ("there", "here"))
     found[1]["small"] = found[1]["small"] + np.uint8(1)  # no rounding changes all pixels
     assert "['small'] is " in compare.difference(*found, ("there", "here"))
+
+
+if __name__ == "__main__":
+    main(CHECKS)

@@ -8,36 +8,31 @@ import pytest
 
 from feed.client import DataHost
 from helpers.data_hosts import loader_of, up
-from helpers.datasets import Paced
+from helpers.datasets import PACED
 from hetero import spare
 
 
 @pytest.mark.parametrize(
-    "ranks, most, expected",
+    "cpus, ranks, most, expected",
     [
-        (1, None, [1, 5, 2, 6, 3, 7]),  # all but 0, the first core's only vCPU here
-        (3, None, [3, 7]),
-        (4, None, []),
-        (9, None, []),
-        (1, 0, []),
-        (1, 2, [3, 7]),
-        (4, 7, [0, 1, 5, 2, 6, 3, 7]),  # all of them, if asked for
-        (4, 99, [0, 1, 5, 2, 6, 3, 7]),
+        (8, 1, None, [1, 5, 2, 6, 3, 7]),  # all but 0, the first core's only vCPU here
+        (8, 3, None, [3, 7]),
+        (8, 4, None, []),
+        (8, 9, None, []),
+        (8, 1, 0, []),
+        (8, 1, 2, [3, 7]),
+        (8, 4, 7, [0, 1, 5, 2, 6, 3, 7]),  # all of them, if asked for
+        (8, 4, 99, [0, 1, 5, 2, 6, 3, 7]),
+        (0, 1, None, [1, 2, 3, 5, 6, 7]),  # cores are unknown: vCPUs count as cores
     ],
 )
-def test_each_rank_keeps_a_physical_core(monkeypatch, tmp_path, ranks, most, expected):
+def test_each_rank_keeps_a_physical_core(monkeypatch, tmp_path, cpus, ranks, most, expected):
     """Eight vCPUs, of which n and n + 4 share a core, as on AWS. The process has all but 4."""
-    for cpu in range(8):
+    for cpu in range(cpus):
         (tmp_path / str(cpu)).write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
     monkeypatch.setattr(spare, "SIBLINGS", f"{tmp_path}/{{}}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 5, 6, 7})
     assert spare.find_spare_cores(ranks, most) == expected
-
-
-def test_vcpus_count_as_cores_where_cores_are_unknown(monkeypatch, tmp_path):
-    monkeypatch.setattr(spare, "SIBLINGS", f"{tmp_path}/{{}}")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    assert spare.find_spare_cores(1) == [1, 2]
 
 
 def test_where_sched_idle_is_forbidden_it_runs_at_the_lowest_priority(monkeypatch):
@@ -55,7 +50,7 @@ def test_own_server_and_data_host_share_the_samples_and_either_suffices(start):
     address = f"unix-abstract:spare cores of {os.getpid()}"
     own = start(address=address, environment={"PACE": "20"})
     hosts = up(own, start(environment={"PACE": "21"}))
-    batches = iter(loader_of(hosts, Paced(), batch_size=8, num_workers=1))
+    batches = iter(loader_of(hosts, PACED, batch_size=8, num_workers=1))
     seen = []
 
     def served(count: int) -> Counter:

@@ -1,36 +1,32 @@
 """RemoteDataset in place of a Dataset: outside of DataLoaders, inside other Datasets, copied."""
 
 import copy
+import io
 import logging
+import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from feed import RemoteDataset
-from helpers.data_hosts import DataHost, loader_of, remote, starting, up
-from helpers.datasets import SAMPLES, Draws, assert_same, numbers_drawn, seed_all
-from helpers.looked_at import (
-    Columns,
-    Connected,
-    Missing,
-    Named,
-    Opened,
-    Outer,
-    Pickled,
-    Splits,
-    Told,
-    missing,
-)
+from helpers.data_hosts import loader_of, remote, up
+from helpers.datasets import SAMPLES, Draws, Reduced, Table, assert_same, numbers_drawn, seed_all
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker")
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[DataHost]]:
-    with starting() as start:
-        yield up(*[start(workers=2) for _ in range(2)])
+def columns() -> Table:
+    """Return a Dataset that gives columns and rows, like Hugging Face's."""
+
+    def get(table: Table, key: Any) -> Any:
+        return table.columns[key] if isinstance(key, str) else table.columns["image"][key]
+
+    return Table(get, 10, columns={"image": [*range(10)], "label": [*"abcdefghij"]})
 
 
 def test_it_can_be_indexed_without_a_dataloader(hosts):
@@ -43,17 +39,13 @@ def test_it_can_be_indexed_without_a_dataloader(hosts):
         assert dataset[5][0] == 5 and len(dataset) == SAMPLES
         assert numbers_drawn() == expected
         assert [*remote(some, [1, 2, 3])] == [1, 2, 3]  # an IndexError ends the loop
-
-
-def test_columns_and_rows_are_looked_up_here(hosts):
-    for some in ([], hosts):
-        dataset = remote(some, Columns())
+        dataset = remote(some, columns())
         assert dataset["label"] == [*"abcdefghij"] and dataset[:3] == [0, 1, 2] and dataset[2] == 2
 
 
 def test_a_copy_is_of_another_dataset(hosts):
     for copied in (copy.copy, copy.deepcopy):
-        dataset = remote(hosts, Columns())
+        dataset = remote(hosts, columns())
         dataset.start_at_batch(3)
         other = copied(dataset)
         assert other._source.first_batch == 3
@@ -64,64 +56,55 @@ def test_a_copy_is_of_another_dataset(hosts):
 
 def test_code_that_looks_at_its_variables_sees_those_of_the_dataset(hosts):
     """Such as MONAI's set_rnd, which goes through all of them."""
-    dataset = remote(hosts, Columns())
-    assert [*vars(dataset)] == ["columns"]
+    dataset = remote(hosts, columns())
+    assert [*vars(dataset)] == ["what", "length", "columns"]
     vars(dataset)["columns"]["image"] = [*range(20, 30)]
     [[first, *_]] = loader_of(hosts, dataset._source.given, [[0, 1]])
-    assert first == next(iter(loader_of([], Columns(), [[0]])))[0] + 20 == dataset[0]
+    assert first == next(iter(loader_of([], columns(), [[0]])))[0] + 20 == dataset[0]
 
 
 def test_several_datasets_are_refused():
-    splits = Splits(train=Columns(), test=Columns())
-    with pytest.raises(
-        TypeError, match="got a Splits of Datasets: .* such as dataset\\['train'\\]"
-    ):
+    splits = type("Splits", (dict,), {})(train=columns(), test=columns())  # as a DatasetDict
+    words = r"got a Splits of Datasets: .* such as dataset\['train'\]"
+    with pytest.raises(TypeError, match=words):
         RemoteDataset(splits)
     assert [*DataLoader(RemoteDataset({0: 1, 1: 2}), collate_fn=list)] == [[1], [2]]
     with pytest.raises(TypeError, match="use it once, after everything that makes another"):
         RemoteDataset(RemoteDataset([1, 2]))
 
 
-@pytest.mark.parametrize(
-    "around, words",
-    [
-        (lambda dataset: ConcatDataset([dataset]), "ConcatDataset asks Columns for samples one by"),
-        (lambda dataset: dataset, "the DataLoader asks for samples one by one: set batch_size"),
-        (lambda dataset: Subset(dataset, [0, 1]), ""),
-    ],
-    ids=["a ConcatDataset", "no batch_size", "a Subset"],
-)
-def test_the_log_says_what_makes_it_slow(hosts, capfd, around, words):
-    options = {} if "DataLoader" in words else {"batch_size": 2}
-    options = {"batch_size": None, "collate_fn": None, **options}
-    next(iter(DataLoader(around(remote(hosts, Columns())), num_workers=1, **options)))
-    said = [line for line in capfd.readouterr().out.splitlines() if "one by one" in line]
-    assert len(said) == bool(words) and words in "".join(said)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_data_hosts_lack_is_explained(hosts, num_workers):
+    def missing() -> Dataset:
+        return Path("/nowhere/labels.csv").read_bytes()
 
+    def connect(process: int) -> Dataset:
+        if os.getpid() != process:
+            raise ValueError("no such connection")
+        return [0]
 
-@pytest.mark.parametrize("dataset", [Missing(), missing], ids=["sample", "Dataset"])
-def test_data_hosts_need_the_files_at_the_same_path(hosts, dataset):
-    for num_workers in (0, 1):
-        with pytest.raises(FileNotFoundError) as caught:
+    no_file = r"(?s)No such file or directory: '/nowhere/.*"
+    no_file += r"Data hosts need the file at the same path \('What data hosts have' in"
+    alone = r"no such connection\n\nThe pickle of Reduced could not be .* such as a connection"
+    for dataset, error, words in [
+        (Table(lambda *_: Path("/nowhere/1.jpg").read_bytes()), FileNotFoundError, no_file),
+        (missing, FileNotFoundError, no_file),
+        (Reduced(connect, os.getpid()), ValueError, alone),
+    ]:
+        with pytest.raises(error, match=words):
             [*loader_of(hosts, dataset, [[0]], num_workers=num_workers)]
-        said = str(caught.value)
-        assert "No such file or directory: '/nowhere/" in said
-        assert "Data hosts need the file at the same path ('What data hosts have' in" in said
-
-
-def test_what_only_works_on_one_host_is_explained(hosts):
-    words = r"no such connection\n\nThe pickle of Connected could not be .* such as a connection"
-    with pytest.raises(ValueError, match=words):
-        [*loader_of(hosts, Connected(), [[0]], num_workers=1)]
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_each_worker_may_tell_it_something_else(hosts, is_direct):
-    dataset = Told()
+    def tell(table: Table, index: int) -> tuple[int, int]:
+        table.told.who = get_worker_info().id
+        return get_worker_info().id, table.inner[index]
+
+    dataset = Table(lambda table, index: table.who, 8, who=-1)
     inner = remote(hosts, dataset)
-    outer = Outer(inner, dataset if is_direct else inner)
-    loader = DataLoader(outer, 2, num_workers=2, collate_fn=list)
-    samples = sum(loader, [])
+    outer = Table(tell, 8, inner=inner, told=dataset if is_direct else inner)
+    samples = sum(DataLoader(outer, 2, num_workers=2, collate_fn=list), [])
     assert {who for who, _ in samples} == {0, 1} and all(who == told for who, told in samples)
 
 
@@ -129,14 +112,8 @@ def test_a_worker_init_fn_may_ask_for_samples(hosts):
     def warm_up(worker: int) -> None:
         assert get_worker_info().dataset[1] == 1
 
-    loader = loader_of(hosts, Columns(), num_workers=1, worker_init_fn=warm_up)
+    loader = loader_of(hosts, columns(), num_workers=1, worker_init_fn=warm_up)
     assert sum(loader, []) == [*range(10)]
-
-
-def test_a_namedtuple_may_be_defined_in_a_class(hosts):
-    [samples] = loader_of(hosts, Named(), batch_size=2)
-    assert samples == [Named.Pair(0, "0"), Named.Pair(1, "1")]
-    assert all(type(sample) is Named.Pair for sample in samples)
 
 
 def test_samples_that_cannot_be_compared_arrive(hosts, capfd):
@@ -148,16 +125,25 @@ def test_samples_that_cannot_be_compared_arrive(hosts, capfd):
 
 
 def test_without_data_hosts_also_what_cannot_be_sent_gets_random_numbers():
+    opened = {"file": io.FileIO(os.devnull), "rng": np.random.default_rng(0)}
+    dataset = Table(lambda table, index: table.rng.random(), 12, **opened)
+
     def epoch() -> list:
         seed_all()
-        return sum(loader_of([], Opened(), batch_size=2, num_workers=2), [])
+        return sum(loader_of([], dataset, batch_size=2, num_workers=2), [])
 
     assert epoch() == epoch() and len({*epoch()}) == 12
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker")
-def test_the_workers_of_a_rank_pickle_the_dataset_once_in_each_epoch(hosts, tmp_path: Path):
-    dataset = Pickled(tmp_path / "pickled")
+def test_the_workers_of_a_rank_pickle_the_dataset_once_in_each_epoch(start, tmp_path: Path):
+    class Pickled(Table):
+        def __getstate__(self) -> dict:
+            with self.file.open("a") as file:
+                file.write(".")
+            return vars(self)
+
+    dataset = Pickled(lambda table, index: index, 40, file=tmp_path / "pickled")
+    hosts = up(start(workers=2), start(workers=2))
     loader = loader_of(hosts, dataset, batch_size=5, num_workers=4)
     assert sum(map(len, loader)) == 40
     for _ in range(2):

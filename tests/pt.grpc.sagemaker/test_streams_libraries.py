@@ -1,12 +1,13 @@
 """Data of webdataset, wids and Hugging Face on data hosts, compared with a plain DataLoader."""
 
+import copy
 import io
-import os
 
 import braceexpand
 import datasets
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 import webdataset as wds
 import wids
@@ -16,10 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, IterableDataset
 
 from helpers.data_hosts import remote, two_epochs
-from helpers.datasets import assert_same, crop, label_and_shade
+from helpers.datasets import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-SOAK = "SOAK" in os.environ
 
 
 @pytest.fixture(scope="module")
@@ -36,27 +36,24 @@ def tars(tmp_path_factory) -> str:
     return str(folder / "{0..5}.tar")
 
 
-def web_dataset(tars: str, *, batches: int = 0, epoch: int = 0) -> IterableDataset:
+@pytest.mark.parametrize("host_count, rank", [(1, 0), (3, 0), (3, 1)])
+def test_webdataset(hosts, tars, host_count, rank, monkeypatch):
+    def crop(image: torch.Tensor) -> torch.Tensor:
+        x, y = torch.randint(10, (2,)).tolist()
+        return image[:, y : y + 24, x : x + 24].clone()
+
     dataset = wds.WebDataset(tars, nodesplitter=wds.split_by_node, shardshuffle=False)
     dataset = dataset.compose(wds.detshuffle(20, 10, seed=1)).decode("torchrgb")
     dataset = dataset.to_tuple("jpg", "cls").map_tuple(crop, int)
-    dataset = dataset.batched(batches) if batches else dataset
-    return dataset.with_epoch(epoch) if epoch else dataset
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("host_count", [1, 2, 3])
-def test_webdataset(hosts, tars, host_count, rank, monkeypatch):
     monkeypatch.setenv("RANK", str(rank)), monkeypatch.setenv("WORLD_SIZE", "2")
     dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
     try:
-        for arguments, options in [
-            ({}, {"num_workers": 3, "persistent_workers": True}),
-            ({"batches": 4, "epoch": 5}, {"num_workers": 2, "batch_size": None}),
+        for given, options in [
+            (dataset, {"num_workers": 3, "persistent_workers": True}),
+            (dataset.batched(4).with_epoch(5), {"num_workers": 2, "batch_size": None}),
         ]:
-            expected = two_epochs(web_dataset(tars, **arguments), **options)
-            there = remote(hosts[:host_count], web_dataset(tars, **arguments))
-            assert_same(two_epochs(there, **options), expected)
+            expected = two_epochs(copy.deepcopy(given), **options)
+            assert_same(two_epochs(remote(hosts[:host_count], given), **options), expected)
             labels = {int(label) for batch in expected[0] for label in batch[1]}
             assert labels == {n for n in range(48) if n // 8 % 2 == rank}
     finally:
@@ -65,6 +62,10 @@ def test_webdataset(hosts, tars, host_count, rank, monkeypatch):
 
 def test_tar_files_by_index(hosts, tars):
     """As in README's table: files in random order, and their samples in random order."""
+
+    def label_and_shade(sample: dict) -> tuple[int, float]:
+        return sample[".cls"], np.asarray(sample[".jpg"]).mean()
+
     shards = [{"url": url, "nsamples": 8} for url in braceexpand.braceexpand(tars)]
     dataset = wids.ShardListDataset(shards, transformations=["PIL", label_and_shade])
     there, batches = remote(hosts, dataset), []
