@@ -78,4 +78,4 @@ def test_ranks_of_a_host_share_its_own_server_and_all_ranks_the_others(monkeypat
     for address, share in [("unix-abstract:own", 3), ("algo-1:7712", 1.5)]:
         host = DataHost(address, "a token", b"")
         host.workers = 6
-        assert host.share() == share
+        assert host.workers_for_rank() == share
