@@ -43,7 +43,8 @@ from common import (
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dataset import MnistDataset
-from feed import RemoteDataset
+from feed import RemoteDataset, samples
+from feed.wire import encode
 
 OURS, STREAM, DATALOADER, RAY = "data host", "data host, stream", "DataLoader", "Ray Data"
 TIMES, SECONDS = 5, 3.0  # of each measurement; Linux counts CPU time in steps of 10 ms
@@ -208,7 +209,23 @@ def prepare(first: int, last: int, host: psutil.Process) -> tuple[dict, list[str
         results |= {f"{augment}, {name}": way.result() for name, way in found.items()}
     heads = "augment | prepared on one core by | samples/s | data host / this"
     table(f"{heads} | CPU us a sample: DataLoader's workers | data host's workers | sending", rows)
+    chunk = samples.Chunk([*range(BATCH_SIZE)])
+    batch = samples.prepare(dataset, {}, chunk)
+    indices = chunk.indices
+    seeding = spent(lambda: [samples.seed_generators(dataset, {}, chunk, 0, i) for i in indices])
+    encoding = spent(partial(encode, batch))
+    print(f"Of these, seeding takes {seeding:.1f} us, and encoding {encoding:.1f} us.")
     return results, missed
+
+
+def spent(of_batch: Callable) -> float:
+    """Return the CPU microseconds for each sample of a function that works on a batch."""
+    times = []
+    for _ in range(100):
+        before = time.process_time()
+        of_batch()
+        times.append(1e6 * (time.process_time() - before) / BATCH_SIZE)
+    return median(times)
 
 
 # ------------------------------------------------------- how much does it cost to receive batches?

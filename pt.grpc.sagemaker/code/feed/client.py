@@ -100,8 +100,8 @@ class DataHost:
             taken = self.put(upload)
             if taken.state == wire.UNKNOWN:
                 raise TypeError(
-                    f"{what}: its pickle differs each time, or the Dataset changes during the "
-                    "upload. Give RemoteDataset a callable that makes the Dataset"
+                    f"{what}: its pickle differs each time, or the Dataset has changed since it "
+                    "was first sent. Give RemoteDataset a callable that makes the Dataset"
                 )
             if taken.state == wire.READY:  # otherwise another process uploads it
                 logger.info("%s was sent to data host %s", what, self.address)
