@@ -49,7 +49,7 @@ from feed.wire import encode
 OURS, STREAM, DATALOADER, RAY = "data host", "data host, stream", "DataLoader", "Ray Data"
 TIMES, SECONDS = 5, 3.0  # of each measurement; Linux counts CPU time in steps of 10 ms
 WARM_UP = 8, 0.25  # batches and seconds, at least: until no prefetched batches are left
-IMAGES, BATCH_SIZE, AUGMENTS = 6000, 128, (2, 4)  # of the example's Dataset; the notebook's is 2
+IMAGES, BATCH_SIZE, AUGMENT = 6000, 128, 2  # of the example's Dataset
 LARGE_WORKERS = 4  # of the DataLoader and of the data host, for the large Datasets
 
 LEAST = {DATALOADER: 0.95, RAY: 1.0}  # times the samples that a core prepares with the other loader
@@ -134,16 +134,16 @@ def batches_of(dataset: Dataset, batch_size: int, num_workers: int) -> Iterator:
 
 
 class Digits(MnistDataset):
-    """Noise in MNIST's format, augmented like the notebook's. The images repeat."""
+    """Noise in MNIST's format, augmented as in the notebook. The images repeat."""
 
-    def __init__(self, augment: int):
+    def __init__(self):
         with tempfile.TemporaryDirectory() as folder:
             for name, shape in {"images-idx3": (IMAGES, 28, 28), "labels-idx1": (IMAGES,)}.items():
                 sizes = b"".join(size.to_bytes(4, "big") for size in shape)
                 values = torch.randint(10, shape, dtype=torch.uint8).numpy().tobytes()
                 data = (0x0800 + len(shape)).to_bytes(4, "big") + sizes + values
                 Path(folder, f"train-{name}-ubyte").write_bytes(data)
-            super().__init__(folder, augment=augment)
+            super().__init__(folder, augment=AUGMENT)
 
     def __len__(self) -> int:
         return 10_000_000
@@ -157,7 +157,7 @@ class Prepare:
 
     def __init__(self):
         torch.set_num_threads(1)  # as in a DataLoader's workers
-        self.dataset = Digits(AUGMENTS[0])
+        self.dataset = Digits()
 
     def __call__(self, numbers: dict) -> dict:
         images, labels = zip(*(self.dataset[number] for number in numbers["id"]), strict=True)
@@ -183,39 +183,35 @@ def prepare(first: int, last: int, host: psutil.Process) -> tuple[dict, list[str
 
     The data host's batches go to two workers, so that it prepares one while another is received.
     """
-    rows, results, missed = [], {}, []
-    for augment in AUGMENTS:
-        dataset = Digits(augment)
-        ours = partial(batches_of, RemoteDataset(dataset), BATCH_SIZE, 2)
-        own = partial(batches_of, dataset, BATCH_SIZE, 1)
-        found = measure({OURS: (last, ours), DATALOADER: (first, own)}, host)
-        if augment == AUGMENTS[0]:
-            with tempfile.TemporaryDirectory() as folder:
-                os.environ["RAY_TMPDIR"] = folder  # Ray leaves files there
-                # Measure it alone, because its processes are never quite idle. Hide its output.
-                with contextlib.redirect_stdout(io.StringIO()):
-                    found |= measure({RAY: (first, batches_of_ray)}, host)
-                    sys.modules["ray"].shutdown()
-        rates = {name: BATCH_SIZE * median(way.rate) for name, way in found.items()}
-        for name, rate in rates.items():
-            us = [1e6 * median(part) / BATCH_SIZE for part in zip(*found[name].cpu, strict=True)]
-            host_us = ("", "") if name != OURS else (f"{us[3]:.0f}", f"{us[2]:.0f}")
-            own_us = f"{us[1]:.0f}" if name != RAY else ""
-            rows.append(
-                (augment, name, f"{rate:.0f}", f"{rates[OURS] / rate:.2f}", own_us, *host_us)
-            )
-            if rates[OURS] < LEAST.get(name, 0) * rate:
-                missed.append(f"at least {LEAST[name]} of {name}, augment {augment}")
-        results |= {f"{augment}, {name}": way.result() for name, way in found.items()}
-    heads = "augment | prepared on one core by | samples/s | data host / this"
-    table(f"{heads} | CPU us a sample: DataLoader's workers | data host's workers | sending", rows)
+    dataset = Digits()
+    ours = partial(batches_of, RemoteDataset(dataset), BATCH_SIZE, 2)
+    own = partial(batches_of, dataset, BATCH_SIZE, 1)
+    found = measure({OURS: (last, ours), DATALOADER: (first, own)}, host)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["RAY_TMPDIR"] = folder  # Ray leaves files there
+        # Measure it alone, because its processes are never quite idle. Hide its output.
+        with contextlib.redirect_stdout(io.StringIO()):
+            found |= measure({RAY: (first, batches_of_ray)}, host)
+            sys.modules["ray"].shutdown()
+    rates, rows = {name: BATCH_SIZE * median(way.rate) for name, way in found.items()}, []
+    for name, rate in rates.items():
+        us = [
+            f"{1e6 * median(part) / BATCH_SIZE:.0f}" for part in zip(*found[name].cpu, strict=True)
+        ]
+        known = {OURS: us[1:], DATALOADER: [us[1], "", ""], RAY: ["", "", ""]}[name]
+        rows.append((name, f"{rate:.0f}", f"{rates[OURS] / rate:.2f}", *known))
+    heads = "prepared on one core by | samples/s | data host / this | CPU us a sample"
+    table(f"{heads}: DataLoader's workers | data host's sending process | its workers", rows)
+    missed = [
+        f"at least {n} of {peer}" for peer, n in LEAST.items() if rates[OURS] < n * rates[peer]
+    ]
     chunk = samples.Chunk([*range(BATCH_SIZE)])
     batch = samples.prepare(dataset, {}, chunk)
     indices = chunk.indices
     seeding = spent(lambda: [samples.seed_generators(dataset, {}, chunk, 0, i) for i in indices])
     encoding = spent(partial(encode, batch))
     print(f"Of these, seeding takes {seeding:.1f} us, and encoding {encoding:.1f} us.")
-    return results, missed
+    return {name: way.result() for name, way in found.items()}, missed
 
 
 def spent(of_batch: Callable) -> float:

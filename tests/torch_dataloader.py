@@ -73,7 +73,9 @@ def main() -> None:
             paths = {"PYTHONPATH": f"{PATHS}:{folder}:{os.environ.get('PYTHONPATH', '')}"}
             environment = os.environ | paths
             if name != "plain":
-                hosts = [DataHost(2, folder=folder, environment=paths) for _ in range(2)]
+                hosts = [
+                    DataHost(2, folder=folder, environment=paths, is_program=True) for _ in range(2)
+                ]
                 environment = environment_of(up(*hosts)) | paths
             try:
                 text = source.replace(IMPORT, loader)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from feed import RemoteDataset
 from helpers.datasets import seed_all
+from helpers.forks import fork_data_host
 from helpers.pages import EXAMPLE, ROOT
 from helpers.waiting import wait_until, wait_until_gone
 
@@ -35,6 +36,7 @@ class DataHost:
     """A data host that runs `python -m feed.server`; `start` restarts it at the same address.
 
     setup: Python code to run first, for example to shorten a timeout. folder: working directory.
+    is_program: whether it is started as users do, which takes seconds, or else forked by forks.py.
     """
 
     def __init__(
@@ -45,23 +47,30 @@ class DataHost:
         setup: str = "",
         environment: dict[str, str] | None = None,
         folder: Path = CODE,
+        is_program: bool = False,
     ):
         self.workers, self.address = workers, address or f"127.0.0.1:{free_port()}"
         self.token, self.setup, self.environment = token, setup, environment or {}
-        self.folder = folder
+        self.folder, self.is_program = folder, is_program
         self.start()
 
     def start(self) -> None:
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with this object)
+        environment = os.environ | {"HETERO_TOKEN": self.token, "PYTHONPATH": PATHS}
+        environment |= self.environment
+        arguments = [self.address, "--workers", str(self.workers)]
+        if not self.is_program:
+            pid = fork_data_host(arguments, self.setup, self.folder, environment, self.output)
+            self.process = psutil.Process(pid)
+            return
         program = ["-m", "feed.server"]
         if self.setup:
             program = ["-c", f"{self.setup}\nimport feed.server; feed.server.main()"]
         self.process = psutil.Popen(
             # It must end with this process, even if this process is killed.
-            ["setpriv", "--pdeathsig", "KILL", sys.executable, *program, self.address]
-            + ["--workers", str(self.workers)],
+            ["setpriv", "--pdeathsig", "KILL", sys.executable, *program, *arguments],
             cwd=self.folder,
-            env=os.environ | {"HETERO_TOKEN": self.token, "PYTHONPATH": PATHS} | self.environment,
+            env=environment,
             stdout=self.output,
             stderr=self.output,
             start_new_session=True,

@@ -31,7 +31,8 @@ def run(script: str, folder: Path, names: Collection[str], ranks: int = 1) -> di
         (folder / place / f"{place}_of_mine.py").write_text(LIBRARY)
     command = [sys.executable, Path(shutil.copy(script, folder / "tools")).relative_to(folder)]
     told = {"PLACE": "there", "REMOVED": "no"}
-    hosts = [DataHost(workers, environment=told, folder=folder) for workers in (2, 1)]
+    programs = {"environment": told, "folder": folder, "is_program": True}
+    hosts = [DataHost(workers, **programs) for workers in (2, 1)]
     processes = []
     try:
         environment = environment_of(up(*hosts)) | {"CUDA_VISIBLE_DEVICES": "", "REMOVED": "no"}

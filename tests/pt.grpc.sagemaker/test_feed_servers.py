@@ -51,7 +51,7 @@ def serves(host: DataHost) -> bool:
 
 def test_port_in_use_is_refused(start):
     [host] = up(start())
-    second = start(address=host.address)
+    second = start(address=host.address, is_program=True)
     assert second.process.wait(timeout=60) != 0
     assert f"feed: cannot listen on '{host.address}': it is in use, or" in second.said()
     assert serves(host)
@@ -59,7 +59,7 @@ def test_port_in_use_is_refused(start):
 
 def test_a_server_without_a_token_is_refused(start):
     # It says so at once: before it imports torch, which takes seconds.
-    host = start(token="", setup="import sys; sys.modules['torch'] = None")
+    host = start(token="", setup="import sys; sys.modules['torch'] = None", is_program=True)
     assert host.process.wait(timeout=60) == 2
     assert "HETERO_TOKEN must be the job's token" in host.said()
 
@@ -248,7 +248,7 @@ FAILING = "import feed.worker; feed.worker.Worker.receive = lambda self: 1 / 0"
     ],
 )
 def test_all_processes_of_a_host_end_with_it(start, end, code, words, dataset, begun, setup):
-    [host] = up(start(workers=2, setup=setup))
+    [host] = up(start(workers=2, setup=setup, is_program=True))
     waiting = iter(loader_of([host], dataset, [[SLOW]], num_workers=1))
     wait_until(lambda: begun in host.said())
     processes = host.processes()
