@@ -82,7 +82,7 @@ def hosts() -> Iterator[list]:
     from helpers.data_hosts import DataHost, has_ended, up
     from helpers.waiting import wait_until
 
-    hosts = up(*[DataHost(workers) for workers in (1, 2, 3)])
+    hosts = up(*[DataHost(workers, is_program=True) for workers in (1, 2, 3)])
     yield hosts
     processes = [process for host in hosts for process in host.processes()]
     for host in hosts:
