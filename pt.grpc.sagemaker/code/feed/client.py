@@ -138,8 +138,8 @@ class DataHost:
         is_fresh: whether a new process is to prepare them.
         """
         if not is_fresh:
-            worker = self.number, self.count
-            chunk = chunk._replace(caller=chunk.caller._replace(worker=worker))
+            host = self.number, self.count
+            chunk = chunk._replace(caller=chunk.caller._replace(host=host))
         reply, call = self.reply_to(chunk, calls, is_fresh)
         if reply.state != wire.READY:
             self.raise_dropped()
@@ -187,7 +187,8 @@ class DataHost:
         self, wanted: Chunk | Stream | None, is_fresh: bool = False
     ) -> tuple[bytes, bytes, list]:
         """Return a pickled Request, and the nonce and the metadata of its call."""
-        pickled, init_fn = (pickle.dumps(wanted), wanted.caller.init_fn) if wanted else (b"", b"")
+        pickled = pickle.dumps(wanted) if wanted else b""
+        init_fn = wanted.caller.pickled_init_fn if wanted else b""
         digest = hashlib.sha256(init_fn).digest() if init_fn else b""
         request = pickle.dumps(Request(self.digest, pickled, digest, is_fresh))
         return request, *wire.sign(self.token, hashlib.sha256(request).digest())

@@ -36,7 +36,7 @@ WHY = (
 )
 
 
-class Here:
+class HereProcess:
     """A process, forked from this one, that prepares samples and sends them back."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Comparison:
     name: of the Dataset. here: starts a process here that prepares a chunk.
     """
 
-    def __init__(self, name: str, chunk: Chunk, here: Callable[[Chunk], Here]):
+    def __init__(self, name: str, chunk: Chunk, here: Callable[[Chunk], HereProcess]):
         self.name, self.is_one = name, len(chunk.indices) == 1
         chunks = [
             chunk._replace(caller=chunk.caller._replace(worker=(number, PROCESSES)))
@@ -148,7 +148,7 @@ class Comparison:
             process.end()
 
 
-def explain(error: Exception, process: Here) -> None:
+def explain(error: Exception, process: HereProcess) -> None:
     """Add to a data host's exception that these samples can be prepared here, if that is so."""
     process.pipe.poll(process.seconds)
     process.look()

@@ -33,13 +33,13 @@ class Copy:
         self.state, self.value = state, value  # WAITING, then READY, or RAISED with the exception
         self.size, self.calls, self.used_at = 0, 0, time.monotonic()
         self.came_at, self.tell_after = self.used_at, TELL_SECONDS
-        self.holder: socket.socket | None = None  # to the process that has it, and forks workers
+        self.template: socket.socket | None = None  # to the process that has it, and forks workers
         self.is_dropped = False
 
-    def is_held(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether the process that has it is alive."""
         try:
-            return self.holder.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+            return self.template.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except OSError as error:  # otherwise it was closed by `Front.drop`
             return isinstance(error, BlockingIOError)
 
@@ -80,19 +80,19 @@ class Front:
         self, request: Request, is_wanted: Callable[[], bool], epochs: Iterator[bytes] | None
     ) -> Iterator[tuple[Reply, deque]]:
         """Yield Replies with their frames: WAITING every few seconds, until the last one."""
-        copy = self.copies.get(request.dataset) or Copy(UNKNOWN)
-        deaths = self.deaths.get(request.dataset, [])
+        copy = self.copies.get(request.dataset_digest) or Copy(UNKNOWN)
+        deaths = self.deaths.get(request.dataset_digest, [])
         if copy.state == UNKNOWN and len(deaths) >= ATTEMPTS:
             copy = Copy(RAISED, as_error(f"the Dataset's process {deaths[-1]}"))
         seconds = time.monotonic() - copy.came_at
-        if not request.chunk and copy.state != RAISED and seconds > copy.tell_after:
+        if not request.wanted and copy.state != RAISED and seconds > copy.tell_after:
             copy.tell_after *= 2
             text = f"a Dataset, {copy.size / 1e6:.1f} MB, is not ready after {seconds:.0f} s"
             print(f"feed: {text}: it is being made, or waits for a worker", flush=True)
         if copy.state != READY:
             # A client wants samples only after the Dataset was ready here. If it is WAITING now,
             # it was dropped, and another client is uploading it again.
-            state = UNKNOWN if request.chunk and copy.state == WAITING else copy.state
+            state = UNKNOWN if request.wanted and copy.state == WAITING else copy.state
             yield Reply(state, copy.value), deque()
             return
         answer: queue.Queue[tuple] = queue.Queue()
@@ -103,7 +103,7 @@ class Front:
                 yield from self.run_stream(request, copy, epochs, is_wanted)
                 return
             if request.is_fresh:
-                yield from self.use_new_process(request.chunk, copy, is_wanted)
+                yield from self.use_new_process(request.wanted, copy, is_wanted)
                 return
             self.tasks.put((request, copy, is_wanted, answer))
             while is_wanted():
@@ -122,8 +122,8 @@ class Front:
         """Yield what a process of its own sends. The process ends with the call."""
         worker = None
         try:
-            worker = Worker(copy.holder, CHUNK_SECONDS)
-            worker.connection.send_bytes(request.chunk)
+            worker = Worker(copy.template, CHUNK_SECONDS)
+            worker.connection.send_bytes(request.wanted)
             threading.Thread(target=worker.pass_on, args=(epochs,), daemon=True).start()
             while is_wanted():
                 if worker.connection.poll(BEAT_SECONDS):
@@ -135,8 +135,8 @@ class Front:
                 return
             how = how_it_failed(error)
             print(f"feed: a stream's process {how}", flush=True)
-            if not copy.is_held():
-                self.drop(request.dataset, copy, how)
+            if not copy.is_alive():
+                self.drop(request.dataset_digest, copy, how)
             yield Reply(DIED, how.encode()), deque()
         finally:
             if worker:
@@ -148,7 +148,7 @@ class Front:
         """Yield what a new process prepares, which ends then."""
         worker = None
         try:
-            worker = Worker(copy.holder, CHUNK_SECONDS)
+            worker = Worker(copy.template, CHUNK_SECONDS)
             worker.connection.send_bytes(chunk)
             while is_wanted():
                 if worker.connection.poll(BEAT_SECONDS):
@@ -170,7 +170,7 @@ class Front:
         workers: dict[tuple[Copy, bytes], Worker] = {}  # the least recently used first
         while True:
             request, copy, is_wanted, answer = self.tasks.get()
-            digest, key = request.dataset, (copy, request.init_fn)
+            digest, key = request.dataset_digest, (copy, request.init_fn_digest)
             others = [other for other in workers if other[0] is copy and other != key]
             for other in [*workers]:
                 if other[0].is_dropped or other in others[: 1 - INIT_FNS]:
@@ -179,9 +179,9 @@ class Front:
             while is_wanted() and not copy.is_dropped:
                 worker = workers.pop(key, None)
                 try:
-                    worker = worker or Worker(copy.holder, number=(number, self.workers))
+                    worker = worker or Worker(copy.template, number=(number, self.workers))
                     workers[key] = worker
-                    worker.connection.send_bytes(request.chunk)
+                    worker.connection.send_bytes(request.wanted)
                     answer.put(worker.receive())
                     self.deaths.pop(digest, None)
                     copy.tell_after = float("inf")
@@ -191,7 +191,7 @@ class Front:
                     print(f"feed: a worker process {how}", flush=True)
                     if worker:
                         workers.pop(key).end()
-                if not copy.is_held():
+                if not copy.is_alive():
                     self.drop(digest, copy, how)
                 elif failures == ATTEMPTS:
                     text = f"worker processes failed {ATTEMPTS} times in a row: the last one {how}"
@@ -236,9 +236,9 @@ class Front:
         began = time.monotonic()
         try:
             self.make_room(copy)
-            copy.holder = new_process(self.main)
-            socket.send_fds(copy.holder, [b"+"], [payload])
-            state, copy.value = Connection(os.dup(copy.holder.fileno())).recv()
+            copy.template = new_process(self.main)
+            socket.send_fds(copy.template, [b"+"], [payload])
+            state, copy.value = Connection(os.dup(copy.template.fileno())).recv()
         except (OSError, EOFError) as error:
             return self.drop(digest, copy, how_it_failed(error))
         finally:
@@ -269,5 +269,5 @@ class Front:
                 del self.copies[digest]
                 if how:
                     self.deaths.setdefault(digest, []).append(how)
-            if copy.holder:
-                copy.holder.close()
+            if copy.template:
+                copy.template.close()

@@ -81,8 +81,8 @@ def become_worker(dataset: Any, stream: Stream) -> None:
             id=stream.worker, num_workers=stream.num_workers, seed=seed, dataset=dataset
         )
     set_worker_info(info)
-    if stream.caller.init_fn:
-        [init_fn] = pickle.loads(stream.caller.init_fn)
+    if stream.caller.pickled_init_fn:
+        [init_fn] = pickle.loads(stream.caller.pickled_init_fn)
         init_fn(stream.worker)
 
 

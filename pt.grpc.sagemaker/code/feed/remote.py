@@ -86,7 +86,7 @@ class RemoteDataset(Wrapper):
         loader = calling_loader()
         if not (loader or hasattr(index, "__index__")) and self._source.is_made:
             # Such as a column, or a slice, of a Hugging Face Dataset.
-            return self._source.to_reach("__getitem__")[index]
+            return self._source.dataset_for("__getitem__")[index]
         return self._source.get([index], loader, is_batch=False)[0]
 
     def __getitems__(self, indices: list) -> Any:

@@ -31,7 +31,8 @@ class Caller(NamedTuple):
     ranks: tuple[int, int] | None = None  # torch.distributed's rank and world size, if initialized
     environment: dict[str, str | None] = {}  # that differ here; None: removed
     dtype: torch.dtype = torch.float32  # torch's default
-    init_fn: bytes = b""  # the DataLoader's pickled worker_init_fn
+    pickled_init_fn: bytes = b""  # the DataLoader's worker_init_fn
+    host: tuple[int, int] = (0, 1)  # number of the data host, and of how many
     worker: tuple[int, int] = (0, 1)  # number of the process that prepares them, and of how many
 
 
@@ -110,7 +111,7 @@ def seed_generators(dataset: Any, generators: dict, chunk: Chunk, place: Any, in
 
 def initialize(dataset: Any, chunk: Chunk) -> None:
     """Call worker_init_fn in a process of a data host, with random numbers of its own."""
-    [init_fn] = pickle.loads(chunk.caller.init_fn)
+    [init_fn] = pickle.loads(chunk.caller.pickled_init_fn)
     seed_generators(dataset, {}, chunk, "worker_init_fn", chunk.caller.worker)
     init_fn(chunk.caller.worker[0])
 

@@ -119,7 +119,7 @@ def main() -> None:
     if is_taken(args.address):
         sys.exit(CANNOT_LISTEN.format(args.address))
 
-    from feed.worker import fork, fork_for_each, hold
+    from feed.worker import fork, fork_for_each, run_template
 
     forked: list[int] = []  # a process for each Dataset
 
@@ -139,7 +139,7 @@ def main() -> None:
     fork(serve, ours, its, args.address, token, args.workers)
     its.close()
     with contextlib.suppress(KeyboardInterrupt):
-        fork_for_each(ours, hold, forked)
+        fork_for_each(ours, run_template, forked)
         sys.exit("feed: the gRPC process has ended")
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from feed.compare import WHERE, Comparison, Here, add, explain
+from feed.compare import WHERE, Comparison, HereProcess, add, explain
 from feed.dataloader import LoaderState, calling_loader
 from feed.fetch import Fetcher
 from feed.inherit import environment, environment_at_start, variables
@@ -85,7 +85,7 @@ class Source:
             # The parent's gRPC objects must not be freed here.
             self.inherited = self.__dict__.get("fetcher"), self.__dict__.get("stream")
             self.process, self.fetcher = os.getpid(), None
-            self.is_changed, self.was_reached = True, False
+            self.is_changed, self.was_accessed = True, False
             self.is_shared = self.has_generators = False  # the Dataset: see pickle_facts
             self.dataset = self.given if self.is_made else None
             self.generators: dict | None = None  # until they are looked for
@@ -102,7 +102,7 @@ class Source:
                 # torch's own watchdog does not check while this process waits for samples.
                 threading.Thread(target=end_with, args=(parent,), daemon=True).start()
 
-    def to_reach(self, name: str) -> Any:
+    def dataset_for(self, name: str) -> Any:
         """Return the Dataset, to read or set its attribute `name`."""
         if not self.is_made:
             raise AttributeError(
@@ -112,7 +112,7 @@ class Source:
         self.begin_process()
         if self.hosts and get_worker_info() and not self.fetcher and not calling_loader().fetcher:
             self.connect(calling_loader(), keep=True)  # a worker_init_fn uses it, and may change it
-        self.was_reached = True
+        self.was_accessed = True
         return self.given
 
     def note_change(self) -> None:
@@ -149,7 +149,7 @@ class Source:
     def get(self, indices: list, loader: LoaderState | None, is_batch: bool) -> Any:
         """Return the samples, or the batch if there is a collate_fn."""
         self.begin_process()
-        self.is_changed |= self.was_reached and not loader  # without an epoch, at any time
+        self.is_changed |= self.was_accessed and not loader  # without an epoch, at any time
         last, (seed, number) = self.torch_fetcher, self.enter_batch(loader)
         is_ready = is_batch and loader and loader.fetcher.collate_fn is as_is
         if self.collate_fn and not is_ready:
@@ -177,7 +177,7 @@ class Source:
             if isinstance(error, FileNotFoundError):
                 add(error, f"Data hosts need the file at the same path ({WHERE})")
             elif self.is_made and self.fetcher.failed_chunk:
-                explain(error, self.here(self.fetcher.failed_chunk))
+                explain(error, self.start_here(self.fetcher.failed_chunk))
             elif self.is_made and "Original Traceback" in str(error):
                 add(
                     error,
@@ -208,11 +208,11 @@ class Source:
         if not (info := get_worker_info()) or info.id == 0:
             if not (self.collate_fn or hasattr(self.given, "__getitems__")):
                 chunk = chunk._replace(indices=chunk.indices[:1])
-            self.comparison = Comparison(type(self.given).__name__, chunk, self.here)
+            self.comparison = Comparison(type(self.given).__name__, chunk, self.start_here)
 
-    def here(self, chunk: Chunk) -> Here:
+    def start_here(self, chunk: Chunk) -> HereProcess:
         """Start a process that prepares a chunk on this host."""
-        return Here(self.given, self.collate_fn, chunk, self.timeout, self.has_generators)
+        return HereProcess(self.given, self.collate_fn, chunk, self.timeout, self.has_generators)
 
     def end_comparison(self) -> None:
         """Raise RuntimeError if data hosts prepare other samples than workers here.
@@ -300,7 +300,7 @@ class Source:
         self.is_shared = pickled.is_shared
         # A worker_init_fn may make some.
         self.has_generators = pickled.has_generators or bool(loader and loader.worker_init_fn)
-        self.is_changed = self.was_reached = False
+        self.is_changed = self.was_accessed = False
         self.is_kept |= keep
         if not self.fetcher or self.fetcher.digest != pickled.sha256:
             what, sha256 = pickled.what, pickled.sha256
@@ -381,7 +381,7 @@ def facts_with(parts: dict, reached: set[str], kept: IO[bytes] | None) -> Pickle
 
 
 def write(to: Any, parts: dict) -> DatasetPickler:
-    """Write what a data host's template reads before the trailer: see worker.hold."""
+    """Write what a data host's template reads before the trailer: see worker.run_template."""
     pickle.dump(paths_of_script(), to)  # first, as the other parts may need them
     return dump(to, **parts)
 

@@ -16,12 +16,12 @@ class Wrapper(Dataset):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_source":
             raise AttributeError(name)
-        return getattr(self._source.to_reach(name), name)
+        return getattr(self._source.dataset_for(name), name)
 
     @property
     def __dict__(self) -> dict:
         """The Dataset's, for code that looks there, such as MONAI's set_rnd."""
-        return self._source.to_reach("__dict__").__dict__
+        return self._source.dataset_for("__dict__").__dict__
 
     def __getstate__(self) -> Source:
         return self._source
@@ -36,11 +36,11 @@ class Wrapper(Dataset):
         return like(self, copy.deepcopy(self._source.given, memo))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._source.to_reach(name), name, value)
+        setattr(self._source.dataset_for(name), name, value)
         self._source.note_change()
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._source.to_reach(name), name)
+        delattr(self._source.dataset_for(name), name)
         self._source.note_change()
 
 

@@ -47,9 +47,9 @@ DIED = 4  # the stream's process has ended; the value says how
 class Request(NamedTuple):
     """What a client wants of a data host."""
 
-    dataset: bytes  # SHA-256 of its pickle
-    chunk: bytes  # pickled samples.Chunk or iterate.Stream; empty: whether it has the Dataset
-    init_fn: bytes = b""  # SHA-256 of the pickled worker_init_fn, if any
+    dataset_digest: bytes  # SHA-256 of its pickle
+    wanted: bytes  # pickled samples.Chunk or iterate.Stream; empty: whether it has the Dataset
+    init_fn_digest: bytes = b""  # SHA-256 of the pickled worker_init_fn, if any
     is_fresh: bool = False  # whether a new process is to prepare the chunk
 
 

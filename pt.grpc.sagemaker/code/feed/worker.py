@@ -93,7 +93,7 @@ def new_process(requests: socket.socket) -> socket.socket:
     return ours
 
 
-def hold(main: socket.socket, requests: socket.socket) -> None:
+def run_template(main: socket.socket, requests: socket.socket) -> None:
     """Run a template: hold a Dataset in memory, and fork workers that share it."""
     main.close()
     _, [payload], _, _ = socket.recv_fds(requests, 1, 1)
@@ -159,10 +159,10 @@ def serve_chunks(
                 if isinstance(chunk, Stream):
                     send_samples(given, chunk, connection, send)  # until the other end closes
                 if workers:  # among those of all data hosts
-                    host, hosts = chunk.caller.worker
+                    host, hosts = chunk.caller.host
                     worker = number * hosts + host, workers * hosts
                     chunk = chunk._replace(caller=chunk.caller._replace(worker=worker))
-                if chunk.caller.init_fn and not is_initialized:
+                if chunk.caller.pickled_init_fn and not is_initialized:
                     initialize(dataset, chunk)
                     generators, is_initialized = generators_of(dataset, collate_fn), True
                 value, parts = encode(prepare(dataset, generators, chunk, collate_fn))
@@ -185,11 +185,11 @@ class Worker:
 
     def __init__(
         self,
-        holder: socket.socket,
+        template: socket.socket,
         seconds: int = MAKING_SECONDS,
         number: tuple[int, int] = (0, 0),
     ):
-        self.pipe, self.pid, self.is_over = new_process(holder), 0, False
+        self.pipe, self.pid, self.is_over = new_process(template), 0, False
         self.connection = Connection(self.pipe.fileno())  # only `end` closes them
         try:
             self.allow(seconds)
