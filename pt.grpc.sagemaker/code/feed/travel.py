@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import FunctionType, MappingProxyType, ModuleType
+from types import FunctionType, GenericAlias, MappingProxyType, ModuleType
 from typing import IO, Any
 
 import cloudpickle
@@ -82,9 +82,7 @@ class DatasetPickler(cloudpickle.Pickler):
             return reduced(value)
         elif how_to_make := made_anew(value):
             return how_to_make
-        elif isinstance(value, type) and not cloudpickle.cloudpickle._should_pickle_by_reference(
-            value
-        ):
+        elif is_class(value) and not cloudpickle.cloudpickle._should_pickle_by_reference(value):
             is_of_script = value.__module__ in MAIN and "<locals>" not in value.__qualname__
             if self.stays_here and is_of_script:
                 return class_at, (value.__module__, value.__qualname__)
@@ -165,6 +163,11 @@ class ScriptGlobals(dict):
 def script_globals() -> dict[str, Any]:
     """Return the dict in which this process has the script's globals."""
     return script
+
+
+def is_class(value: Any) -> bool:
+    """Return whether this is a class. In Python 3.10, list[int] passes for one."""
+    return isinstance(value, type) and not isinstance(value, GenericAlias)
 
 
 def memmap_place(array: np.memmap) -> tuple:
