@@ -131,7 +131,7 @@ class LocalSageMaker(contextlib.AbstractContextManager):
         default = request["AlgorithmSpecification"]["TrainingInputMode"]
         modes = [each.get("InputMode", default) for each in request.get("InputDataConfig", [])]
         if "FastFile" in modes:
-            print("FastFile: here, files are downloaded first; AWS reads them in use, read-only.")
+            print("FastFile: here, files are downloaded first; AWS reads them when used, read-only")
         self.jobs[job.record.arn] = job
         job.start()
         return {"TrainingJobArn": job.record.arn}

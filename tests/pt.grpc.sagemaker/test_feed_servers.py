@@ -51,14 +51,15 @@ def serves(host: DataHost) -> bool:
 
 def test_port_in_use_is_refused(start):
     [host] = up(start())
-    second = start(address=host.address, is_program=True)
+    # It says so at once: before it imports torch, which takes seconds.
+    setup = "import sys; sys.modules['torch'] = None"
+    second = start(address=host.address, setup=setup, is_program=True)
     assert second.process.wait(timeout=60) != 0
     assert f"feed: cannot listen on '{host.address}': it is in use, or" in second.said()
     assert serves(host)
 
 
 def test_a_server_without_a_token_is_refused(start):
-    # It says so at once: before it imports torch, which takes seconds.
     host = start(token="", setup="import sys; sys.modules['torch'] = None", is_program=True)
     assert host.process.wait(timeout=60) == 2
     assert "HETERO_TOKEN must be the job's token" in host.said()
