@@ -17,7 +17,7 @@ worker.py     the server's processes that hold Datasets
 
 from typing import Any
 
-__version__ = "2026-11-27.4"  # CHANGES.md says what else to change when you update your copy
+__version__ = "2026-11-27.5"  # CHANGES.md says what else to change when you update your copy
 __all__ = ["RemoteDataset", "as_is"]
 
 

@@ -17,6 +17,7 @@ import itertools
 import os
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
@@ -38,6 +39,7 @@ OF_A_HOST = (
     *("HETERO", "SM_", "SAGEMAKER", "HOME", "HOSTNAME", "LD_", "PATH", "PWD", "PYTHON", "TMPDIR"),
 )
 MOST = 8 << 20  # bytes of a variable
+MOST_COPIES = 20  # of a function or class in a variable that is pickled without a memo
 OF_THE_TRAINING = torch.nn.Module, DataLoader, Dataset
 SIMPLE = int, float, str, bytes, type(None), type, FunctionType, ModuleType
 HEAP_TYPE = 1 << 9  # the flag of classes that are defined in Python
@@ -100,6 +102,25 @@ def variables_of(module: str, space: dict[str, Any]) -> Iterator[tuple[str, str,
                     yield value.__qualname__, attribute, part
 
 
+class ValuePickler(DatasetPickler):
+    """Without a memo, soon gives up where functions and classes refer to each other in a cycle.
+
+    Python itself notices such a cycle only when its stack is full, which may take seconds.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.copies: Counter[int] = Counter()  # of a function or class, by its id
+
+    def reducer_override(self, value: Any) -> Any:
+        how = super().reducer_override(value)
+        if self.fast and how is not NotImplemented and isinstance(value, (type, FunctionType)):
+            self.copies[id(value)] += 1
+            if self.copies[id(value)] > MOST_COPIES:
+                raise RecursionError
+        return how
+
+
 def fingerprint(value: Any) -> tuple[bytes, set[str]]:
     """Return a digest of a value, or nothing if it stays here, and the modules that it refers to.
 
@@ -108,7 +129,7 @@ def fingerprint(value: Any) -> tuple[bytes, set[str]]:
     is_sent = not isinstance(value, OF_THE_TRAINING) and not is_generator(value)
     for without_memo in (True, False) if is_sent else ():
         with contextlib.suppress(Exception):
-            pickler = DatasetPickler(file := Limited())
+            pickler = ValuePickler(file := Limited())
             pickler.fast, pickler.shared_memory = without_memo, []
             pickler.dump(value)
             return hashlib.sha256(file.getvalue()).digest(), pickler.modules
