@@ -208,7 +208,7 @@ def prepare(first: int, last: int, host: psutil.Process) -> tuple[dict, list[str
     chunk = samples.Chunk([*range(BATCH_SIZE)])
     batch = samples.prepare(dataset, {}, chunk)
     indices = chunk.indices
-    seeding = spent(lambda: [samples.seed_generators(dataset, {}, chunk, 0, i) for i in indices])
+    seeding = spent(lambda: [samples.seed_rngs(dataset, {}, chunk, 0, i) for i in indices])
     encoding = spent(partial(encode, batch))
     print(f"Of these, seeding takes {seeding:.1f} us, and encoding {encoding:.1f} us.")
     return {name: way.result() for name, way in found.items()}, missed

@@ -51,8 +51,8 @@ RAISE = (
 UNTIL_ENOUGH = {"changes": {"train_dnn.py": ENOUGH}}
 TWO_EACH = {"hyperparameters": {"processes-per-host": 2}}
 TIMEOUT_SOONER = ("timedelta(minutes=15)", "timedelta(seconds=30)")
-JOIN_SOONER = ("hetero.run(\n", "hetero.run(\n    join_seconds=20,\n")
-SILENT_SOONER = ("hetero.run(\n", "hetero.run(\n    data_seconds=20,\n")
+JOIN_SOONER = ("hetero.run(\n", "hetero.run(\n    join_timeout=20,\n")
+SILENT_SOONER = ("hetero.run(\n", "hetero.run(\n    data_timeout=20,\n")
 RUNTIME = 60  # seconds; on a slow machine, it takes half of this until training runs
 AWS_KILLS = 120  # seconds after SIGTERM
 

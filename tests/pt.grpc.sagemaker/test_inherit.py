@@ -29,7 +29,7 @@ import torch
 from PIL import Image, ImageFile
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from feed import RemoteDataset, compare, inherit, source
+from feed import RemoteDataset, compare, dataset_file, inherit
 from feed.travel import DatasetPickler
 from helpers import absent, settings, settings_user
 from helpers.datasets import Table, assert_same
@@ -142,7 +142,7 @@ def check_what_the_script_sets_is_there() -> None:
         expected = epochs(Table(gives))
         for host_count in (0, 1, 2):
             assert_same(epochs(on(host_count, Table(gives))), expected)
-        with mock.patch.object(source, "variables", lambda reached: (pickle.dumps([]), False)):
+        with mock.patch.object(dataset_file, "variables", lambda _: (pickle.dumps([]), False)):
             refused_in_words(
                 1, gives, "it is 8 there, 32 here" if gives is size_as_imported else ""
             )

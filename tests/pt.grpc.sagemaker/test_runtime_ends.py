@@ -56,7 +56,7 @@ if (cluster.group, cluster.rank) == ("dnn_group", 0):
     server = socket.create_server((cluster.bind_address, cluster.base_port))
     signal.signal(signal.SIGTERM, exit)
     time.sleep(100)
-hetero.run([sys.executable, "train.py"], ["sleep", "100"], training_seconds=4)
+hetero.run([sys.executable, "train.py"], ["sleep", "100"], training_timeout=4)
 """
 # The others are deaf to SIGTERM for three seconds, like the shell that starts them.
 FAILS_FIRST = """
@@ -178,7 +178,7 @@ time.sleep(2 if cluster.group == "dnn_group" else 100)
 """
 TWELVE_SECONDS = (
     "hetero.run([sys.executable, 'train.py'], [sys.executable, 'train.py'], spare_cores=0,"
-    " training_seconds=12, data_seconds=12)"
+    " training_timeout=12, data_timeout=12)"
 )
 STAYS = rf"{DATA} did not end when the training had ended\.|.*{DATA} is gone: silent for \d+ s\."
 
@@ -289,7 +289,7 @@ def test_a_data_host_may_be_silent_for_a_while_when_the_training_ends(jobs: Jobs
     """The training hosts, whose time limit is shorter, hear from the leader meanwhile."""
     launcher = CLUSTER + (
         "hetero.run([sys.executable, 'train.py'], [sys.executable, 'feed/server.py'],"
-        " spare_cores=0, training_seconds=4)"
+        " spare_cores=0, training_timeout=4)"
     )
     log_of(jobs, LINGER, serve=SILENT_FOR_A_WHILE, files={"launcher.py": launcher})
 

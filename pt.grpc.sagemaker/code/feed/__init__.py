@@ -8,6 +8,7 @@ streams.py    RemoteDataset for an IterableDataset; iterate.py: its iterator, on
 fetch.py      divides a batch among the data hosts; client.py: the calls to one of them
 samples.py    prepares samples, and seeds their random numbers
 travel.py     pickles the Dataset for the data hosts; inherit.py: what else they need
+dataset_file.py  has both, and what is known of them before they are sent
 compare.py    compares a sample with one that is prepared here
 log.py        what it says in the training script
 wire.py       the messages: how they are signed, and how samples are encoded

@@ -18,7 +18,7 @@ from feed.iterate import Stream
 from feed.log import logger
 from feed.samples import Chunk, raised_again
 from feed.travel import frames_of
-from feed.wire import Lost, Reply, Request
+from feed.wire import Lost, Reply, Request, Unanswered
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),  # a reply's pickle may be large
@@ -48,8 +48,8 @@ class HostState(Enum):
 class DataHost:
     """A data host, from which a process gets samples of the Dataset with this digest.
 
-    Methods that call it raise Lost if it does not answer, PermissionError if its token differs, and
-    whatever the Dataset raises there.
+    Methods that call it raise Lost if it fails, Unanswered if the call is to be made again,
+    PermissionError if its token differs, and whatever the Dataset raises there.
     """
 
     def __init__(self, address: str, token: str, digest: bytes, number: int = 0, count: int = 1):
@@ -127,8 +127,8 @@ class DataHost:
             call = self.channel.stream_unary(f"/{wire.SERVICE}/Upload").future
             sent = self.track(call(frames(), metadata=metadata))
             return self.result(lambda: wire.unseal(self.token, nonce, sent.result()))
-        except Lost as lost:
-            raise errors[0] if errors else lost from None
+        except (Lost, Unanswered) as error:
+            raise errors[0] if errors else error from None
         finally:
             self.heard_at = time.monotonic()
 
@@ -151,10 +151,10 @@ class DataHost:
         return self.result(wire.decode, reply, call)
 
     def raise_dropped(self) -> None:
-        """Raise Lost: it has dropped the Dataset, or has been restarted, and must get it again."""
+        """Raise Unanswered: it has dropped the Dataset, or was restarted, and must get it again."""
         if self.state is HostState.READY:
             self.state = HostState.WITHOUT
-        raise Lost("")
+        raise Unanswered
 
     def reply_to(
         self, chunk: Chunk | None, calls: list, is_fresh: bool = False
@@ -212,15 +212,15 @@ class DataHost:
         return call
 
     def result(self, function: Callable, *arguments: Any) -> Any:
-        """Return a gRPC function's result; raise Lost or PermissionError if it fails."""
+        """Return a gRPC function's result; raise what the class says if it fails."""
         try:
             return function(*arguments)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 text = f"data host {self.address}: {error.details()}"
                 raise PermissionError(text) from None
-            is_ours = error.code() is grpc.StatusCode.CANCELLED
-            text = "" if is_ours else f"{error.code().name}: {error.details()}"
-            raise Lost(text) from None
+            if error.code() is grpc.StatusCode.CANCELLED:  # by this process
+                raise Unanswered from None
+            raise Lost(f"{error.code().name}: {error.details()}") from None
         except grpc.FutureCancelledError:
-            raise Lost("") from None
+            raise Unanswered from None

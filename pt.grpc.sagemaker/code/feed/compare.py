@@ -22,7 +22,7 @@ import torch
 
 from feed.fetch import Task
 from feed.samples import Chunk, as_error, prepare
-from feed.travel import generators_of
+from feed.travel import rngs_of
 from feed.wire import RAISED, READY, encode
 from feed.worker import fork
 
@@ -45,10 +45,10 @@ class HereProcess:
         collate_fn: Callable | None,
         chunk: Chunk,
         seconds: float,
-        has_generators: bool,
+        has_rngs: bool,
     ):
         self.pipe, its = Pipe(duplex=False)
-        self.pid = fork(send_samples, its, dataset, collate_fn, chunk, has_generators)
+        self.pid = fork(prepare_apart, its, dataset, collate_fn, chunk, has_rngs)
         its.close()
         self.seconds, self.until = seconds, time.monotonic() + seconds
         self.samples: Any = None  # or an exception
@@ -77,8 +77,8 @@ class HereProcess:
             self.pipe.close()
 
 
-def send_samples(
-    pipe: Connection, dataset: Any, collate_fn: Callable | None, chunk: Chunk, has_generators: bool
+def prepare_apart(
+    pipe: Connection, dataset: Any, collate_fn: Callable | None, chunk: Chunk, has_rngs: bool
 ) -> None:
     """Prepare samples, and send them through the pipe. Runs in a process of its own."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -86,8 +86,8 @@ def send_samples(
     torch.set_num_threads(1)
     gc.disable()  # the training's objects, such as tensors on a GPU, must not be freed here
     try:
-        generators = generators_of(*((dataset, collate_fn) if has_generators else ()))
-        value, parts = encode(prepare(dataset, generators, chunk, collate_fn))
+        rngs = rngs_of(*((dataset, collate_fn) if has_rngs else ()))
+        value, parts = encode(prepare(dataset, rngs, chunk, collate_fn))
         state = READY
     except BaseException:
         state, value, parts = RAISED, as_error(), []
@@ -181,7 +181,7 @@ def difference(
         one, other = values.ravel().tolist(), others.ravel().tolist()
     if isinstance(one, (float, complex)):
         return "" if is_near(np.array([one]), np.array([other])) else found
-    if isinstance(one, (str, bytes, int, type)) or not (parts := [*parts_of(one, other)]):
+    if isinstance(one, (str, bytes, int, type)) or not (parts := [*pairs_of(one, other)]):
         with contextlib.suppress(Exception):  # such as pandas': a comparison for each element
             is_comparable = type(one).__eq__ is not object.__eq__
             return found if is_comparable and not bool(one == other) else ""
@@ -190,8 +190,8 @@ def difference(
     return next(filter(None, inner), "")
 
 
-def parts_of(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the parts of two samples of the same type and length, with their names."""
+def pairs_of(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the parts of two samples of the same type and length, in pairs, with their names."""
     if isinstance(one, Mapping):
         yield "'s keys", [*map(str, one)], [*map(str, other)]
         yield from ((f"[{key!r}]", one[key], other[key]) for key in one if key in other)

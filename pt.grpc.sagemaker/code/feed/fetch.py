@@ -21,8 +21,8 @@ import grpc
 
 from feed.client import DataHost, HostState
 from feed.log import logger
-from feed.samples import Chunk, differ
-from feed.wire import Lost
+from feed.samples import Chunk, Summary
+from feed.wire import Lost, Unanswered
 
 MOST_CALLS = 512  # at the same time, each in a thread
 CHUNKS_PER_WORKER = 2  # one is prepared while another one travels
@@ -38,9 +38,9 @@ own_random = random.SystemRandom()  # leaves the training's random numbers alone
 
 @dataclass(eq=False)
 class Task:
-    """A chunk to fetch. Without a chunk: the task of giving a host the Dataset."""
+    """A chunk to fetch."""
 
-    chunk: Chunk | None = None
+    chunk: Chunk
     hosts: list[DataHost] = field(default_factory=list)  # that have it, and have not answered yet
     calls: list[grpc.Call] = field(default_factory=list)
     due: float = 0.0  # when to give it to another host
@@ -68,12 +68,13 @@ class Fetcher:
             DataHost(name, token, digest, number, len(hosts)) for number, name in enumerate(hosts)
         ]
         self.timeout, self.what, self.digest, self.upload = timeout, what, digest, upload
-        self.described: tuple[str, Any] | None = None  # a host, and its summary of the Dataset
+        # If a callable makes the Dataset: the first host that has, and its summary.
+        self.first_made: tuple[str, Summary] | None = None
         self.pool, self.process = ThreadPoolExecutor(MOST_CALLS), os.getpid()
         self.running: set[Future] = set()
         # Not a SimpleQueue, whose `get` with a timeout may hang in Python 3.11 and 3.12 if a signal
         # comes, such as that of a process that has ended.
-        self.came: queue.Queue[tuple[DataHost, Task, Any]] = queue.Queue()
+        self.came: queue.Queue[tuple[DataHost, Task | None, Any]] = queue.Queue()
         self.failed_chunk: Chunk | None = None  # over which the Dataset last raised an exception
         self.since = 0.0  # when waiting began: silence before that does not count
         self.made_at = self.ready_at = time.monotonic()  # ready_at: when a host last was ready
@@ -144,7 +145,7 @@ class Fetcher:
             is_due = time.monotonic() > host.greet_at
             if host.state in (HostState.WITHOUT, HostState.FAILED) and is_due:
                 host.state = HostState.GREETING
-                self.start(host, Task())
+                self.start(host, None)
         return [host for host in self.hosts if host.state is HostState.READY]
 
     def assign(self, task: Task) -> None:
@@ -160,17 +161,17 @@ class Fetcher:
             host.assigned += 1
             self.start(host, task)
 
-    def start(self, host: DataHost, task: Task) -> None:
-        """Send a task to a host, in a thread."""
+    def start(self, host: DataHost, task: Task | None) -> None:
+        """Give a host a task, or the Dataset, in a thread."""
         future = self.pool.submit(self.carry_out, host, task)
         self.running.add(future)
         future.add_done_callback(self.running.discard)
 
-    def carry_out(self, host: DataHost, task: Task) -> None:
-        """Send a task to a host, and wait for the result. Runs in a thread."""
+    def carry_out(self, host: DataHost, task: Task | None) -> None:
+        """Give a host a task, or the Dataset, and wait for the result. Runs in a thread."""
         result: Any = None
         try:
-            if not task.chunk:
+            if not task:
                 result = host.offer_dataset(self.upload, self.what)
             elif not task.is_over:
                 result = host.get_chunk(task.chunk, task.calls, task.is_fresh)
@@ -195,35 +196,46 @@ class Fetcher:
                 text = f"no data host has answered for {self.timeout:g} s ({failures})"
                 raise ConnectionError(text) from None
             return
-        if task.chunk:
-            host.assigned -= 1
-            task.hosts.remove(host)
+        if task:
+            self.end_task(host, task, result)
         else:
-            host.state, host.greet_at = HostState.WITHOUT, time.monotonic() + LOOK_SECONDS
-        if isinstance(result, Lost):
+            self.end_greeting(host, result)
+
+    def end_task(self, host: DataHost, task: Task, result: Any) -> None:
+        """Keep the samples, give the task to another host, or raise what the Dataset has raised."""
+        host.assigned -= 1
+        task.hosts.remove(host)
+        if isinstance(result, (Lost, Unanswered)):
             task.due = 0.0
-            if why := str(result):
-                self.lose(host, why)
-        elif isinstance(result, BaseException) and not task.is_fresh:
-            if not task.is_over:
+            if isinstance(result, Lost):
+                self.lose(host, str(result))
+        elif not task.is_over:
+            if isinstance(result, BaseException) and not task.is_fresh:
                 self.failed_chunk = task.chunk
                 raise result
-        elif task.chunk and not task.is_over:
             task.samples, task.is_over = result, True
-        elif not task.chunk and result:
-            workers, about = result
-            if about:
-                self.compare(host, about)
+
+    def end_greeting(self, host: DataHost, result: Any) -> None:
+        """Note whether a host has the Dataset now, or raise what the Dataset has raised there."""
+        host.state, host.greet_at = HostState.WITHOUT, time.monotonic() + LOOK_SECONDS
+        if isinstance(result, Lost):
+            self.lose(host, str(result))
+        elif isinstance(result, BaseException) and not isinstance(result, Unanswered):
+            raise result
+        elif isinstance(result, tuple):
+            workers, summary = result
+            if summary:
+                self.check_is_same(host, summary)
             host.state, host.workers, host.failure = HostState.READY, workers, ""
 
-    def compare(self, host: DataHost, about: tuple) -> None:
+    def check_is_same(self, host: DataHost, summary: Summary) -> None:
         """Raise ValueError if a callable has made another Dataset there than on the first host."""
-        first, known = self.described = self.described or (host.address, about)
-        if differ(known, about):
+        first, its = self.first_made = self.first_made or (host.address, summary)
+        if not summary.is_like(its):
             raise ValueError(
-                f"data hosts have different Datasets: that of {first} has {known[0]} samples, that "
-                f"of {host.address} has {about[0]}, or some of their samples differ. The callable "
-                "must return the same samples on all hosts, in the same order"
+                f"data hosts have different Datasets: that of {first} has {its.length} samples, "
+                f"that of {host.address} has {summary.length}, or some of their samples differ. "
+                "The callable must return the same samples on all hosts, in the same order"
             )
 
     def lose(self, host: DataHost, why: str) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from feed.log import logger
-from feed.travel import EMPTY, DatasetPickler, imported_in, is_generator, own_modules
+from feed.travel import EMPTY, DatasetPickler, imported_in, is_rng, own_modules
 
 # torchrun's variables, and the beginnings of those that each host has for itself.
 OF_A_RANK = (
@@ -126,7 +126,7 @@ def fingerprint(value: Any) -> tuple[bytes, set[str]]:
 
     The digest does not depend on which equal parts are the same object, unless there are cycles.
     """
-    is_sent = not isinstance(value, OF_THE_TRAINING) and not is_generator(value)
+    is_sent = not isinstance(value, OF_THE_TRAINING) and not is_rng(value)
     for without_memo in (True, False) if is_sent else ():
         with contextlib.suppress(Exception):
             pickler = ValuePickler(file := Limited())

@@ -67,10 +67,10 @@ class RemoteDataset(Wrapper):
                 f"such as dataset[{next(iter(dataset))!r}]"
             )
         is_class = isinstance(dataset, type)
-        is_made = not is_class and (hasattr(dataset, "__getitem__") or not callable(dataset))
-        if is_made:
+        is_dataset = not is_class and (hasattr(dataset, "__getitem__") or not callable(dataset))
+        if is_dataset:
             check_is_map_style(dataset)
-        object.__setattr__(self, "_source", Source(dataset, is_made, collate_fn, timeout))
+        object.__setattr__(self, "_source", Source(dataset, is_dataset, collate_fn, timeout))
 
     def start_at_batch(self, number: int) -> None:
         """Number the batches of the next epochs from `number`, to resume in mid-epoch.
@@ -84,7 +84,7 @@ class RemoteDataset(Wrapper):
 
     def __getitem__(self, index: Any) -> Any:
         loader = calling_loader()
-        if not (loader or hasattr(index, "__index__")) and self._source.is_made:
+        if not (loader or hasattr(index, "__index__")) and self._source.is_dataset:
             # Such as a column, or a slice, of a Hugging Face Dataset.
             return self._source.dataset_for("__getitem__")[index]
         return self._source.get([index], loader, is_batch=False)[0]

@@ -1,7 +1,7 @@
 """Prepares samples, which are the same in each process and on each host.
 
 A sample's random numbers depend only on its `Chunk` and its place there. Before each sample, the
-generators of Python, NumPy and torch are seeded, and those that the Dataset holds.
+random generators of Python, NumPy and torch are seeded, and those that the Dataset holds.
 """
 
 import contextlib
@@ -60,49 +60,47 @@ def check_is_map_style(dataset: Any) -> None:
         )
 
 
-def make(given: Callable) -> Any:
+def make_dataset(given: Callable) -> Any:
     """Return the Dataset that a callable makes, with the same random numbers in each process."""
-    seed_generators(None, {}, Chunk(), 0, None)
+    seed_rngs(None, {}, Chunk(), 0, None)
     dataset = given()
     check_is_map_style(dataset)
     return dataset
 
 
-def prepare(
-    dataset: Any, generators: dict, chunk: Chunk, collate_fn: Callable | None = None
-) -> Any:
+def prepare(dataset: Any, rngs: dict, chunk: Chunk, collate_fn: Callable | None = None) -> Any:
     """Return the samples of a chunk as a list, or what `collate_fn` makes of them.
 
-    generators: see travel.generators_of.
+    rngs: its random generators, as travel.rngs_of returns them.
     """
     if hasattr(dataset, "__getitems__"):
-        seed_generators(dataset, generators, chunk, chunk.start, chunk.indices)
+        seed_rngs(dataset, rngs, chunk, chunk.start, chunk.indices)
         samples = dataset.__getitems__(chunk.indices)
     else:
         samples = []
         for place, index in enumerate(chunk.indices, chunk.start):
-            seed_generators(dataset, generators, chunk, place, index)
+            seed_rngs(dataset, rngs, chunk, place, index)
             samples.append(dataset[index])
     if not collate_fn:
         return samples
-    seed_generators(dataset, generators, chunk, -1, chunk.indices)
+    seed_rngs(dataset, rngs, chunk, -1, chunk.indices)
     return collate_fn(samples)
 
 
-def seed_generators(dataset: Any, generators: dict, chunk: Chunk, place: Any, index: Any) -> None:
-    """Seed all generators for the next sample, and have get_worker_info() report that seed."""
+def seed_rngs(dataset: Any, rngs: dict, chunk: Chunk, place: Any, index: Any) -> None:
+    """Seed all random generators for the next sample; get_worker_info() reports that seed, too."""
     random.seed(repr((chunk.seed, chunk.batch, place, index)))
     seed = random.getrandbits(63)  # torch's seeds are signed
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs, too
-    for number, generator in generators.items():
-        if isinstance(generator, np.random.Generator):
-            bits = generator.bit_generator
+    for number, rng in rngs.items():
+        if isinstance(rng, np.random.Generator):
+            bits = rng.bit_generator
             bits.state = type(bits)([seed, number]).state
-        elif isinstance(generator, torch.Generator):
-            generator.manual_seed(seed ^ number)
+        elif isinstance(rng, torch.Generator):
+            rng.manual_seed(seed ^ number)
         else:  # random.Random, np.random.RandomState
-            generator.seed(number + seed % 2**31)
+            rng.seed(number + seed % 2**31)
     worker, workers = chunk.caller.worker
     set_worker_info(
         torch_worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
@@ -112,7 +110,7 @@ def seed_generators(dataset: Any, generators: dict, chunk: Chunk, place: Any, in
 def initialize(dataset: Any, chunk: Chunk) -> None:
     """Call worker_init_fn in a process of a data host, with random numbers of its own."""
     [init_fn] = pickle.loads(chunk.caller.pickled_init_fn)
-    seed_generators(dataset, {}, chunk, "worker_init_fn", chunk.caller.worker)
+    seed_rngs(dataset, {}, chunk, "worker_init_fn", chunk.caller.worker)
     init_fn(chunk.caller.worker[0])
 
 
@@ -124,12 +122,12 @@ def set_worker_info(info: Any) -> None:
 
 
 @contextlib.contextmanager
-def undisturbed(generators: dict) -> Iterator[None]:
+def undisturbed(rngs: dict) -> Iterator[None]:
     """Keep the random state of the training script's process while it prepares samples itself.
 
     Uses one thread, as on data hosts, because several threads may add numbers in another order.
     """
-    held = [*map(state_of, generators.values())]
+    held = [*map(state_of, rngs.values())]
     held += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
     held.append((torch.set_rng_state, torch.get_rng_state()))
     info, threads = torch_worker._worker_info, torch.get_num_threads()
@@ -143,13 +141,13 @@ def undisturbed(generators: dict) -> Iterator[None]:
             put_back(state)
 
 
-def state_of(generator: Any) -> tuple[Callable, Any]:
-    """Return a function that restores a generator's state, and the state."""
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
+def state_of(rng: Any) -> tuple[Callable, Any]:
+    """Return a function that restores a random generator's state, and the state."""
+    if isinstance(rng, np.random.Generator):
+        bits = rng.bit_generator
         return lambda state: setattr(bits, "state", state), bits.state
-    get = getattr(generator, "getstate", None) or generator.get_state
-    return getattr(generator, "setstate", None) or generator.set_state, get()
+    get = getattr(rng, "getstate", None) or rng.get_state
+    return getattr(rng, "setstate", None) or rng.set_state, get()
 
 
 def stand_in_for_ranks() -> Callable[[Caller], None]:
@@ -180,16 +178,27 @@ def stand_in_for_ranks() -> Callable[[Caller], None]:
     return set_ranks
 
 
-def summary(dataset: Any, generators: dict) -> tuple[int | None, bool, list[str], list[float]]:
-    """Return what must be the same on all hosts, and what the training process needs to know.
+class Summary(NamedTuple):
+    """What is known of a Dataset that a callable has made, and must be the same on all hosts."""
 
-    These are the length, whether there is a `__getitems__`, and facts and means of some samples.
-    """
+    length: int | None  # None without `__len__`
+    is_whole: bool  # whether it has `__getitems__`, so that batches are not divided
+    facts: list[str] = []  # of some samples, such as types and shapes
+    means: list[float] = []  # of their parts
+
+    def is_like(self, other: "Summary") -> bool:
+        """Return whether both may be of the same Dataset. CPUs may round differently."""
+        is_near = np.allclose(self.means, other.means, 1e-3, 1e-3, equal_nan=True)
+        return self[:3] == other[:3] and is_near
+
+
+def summary(dataset: Any, rngs: dict) -> Summary:
+    """Describe a Dataset by some of its samples."""
     is_whole = hasattr(dataset, "__getitems__")
     if not hasattr(dataset, "__len__"):
-        return None, is_whole, [], []
+        return Summary(None, is_whole)
     indices = [*range(0, len(dataset), max(1, len(dataset) // 3))]
-    leaves, structure = tree_flatten(prepare(dataset, generators, Chunk(indices)))
+    leaves, structure = tree_flatten(prepare(dataset, rngs, Chunk(indices)))
     facts, means = [str(structure)], []
     for leaf in leaves:
         if isinstance(leaf, (int, str)):
@@ -200,12 +209,7 @@ def summary(dataset: Any, generators: dict) -> tuple[int | None, bool, list[str]
             leaf = leaf.double().numpy()
         if isinstance(leaf, (float, np.ndarray)) and np.asarray(leaf).dtype.kind in "biuf":
             means.append(float(np.mean(leaf)))
-    return len(dataset), is_whole, facts, means
-
-
-def differ(one: tuple, other: tuple) -> bool:
-    """Return whether two summaries are of different Datasets. CPUs may round differently."""
-    return one[:3] != other[:3] or not np.allclose(one[3], other[3], 1e-3, 1e-3, equal_nan=True)
+    return Summary(len(dataset), is_whole, facts, means)
 
 
 def as_error(text: str = "") -> bytes:

@@ -10,20 +10,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
+from feed import dataset_file
 from feed.compare import WHERE, Comparison, HereProcess, add, explain
 from feed.dataloader import LoaderState, calling_loader
+from feed.dataset_file import Facts, facts_of
 from feed.fetch import Fetcher
-from feed.inherit import environment, environment_at_start, variables
+from feed.inherit import environment, environment_at_start
 from feed.log import logger
-from feed.samples import Caller, Chunk, make, prepare, undisturbed
-from feed.travel import DatasetPickler, Digest, dump, generators_of, paths_of_script
+from feed.samples import Caller, Chunk, make_dataset, prepare, undisturbed
+from feed.travel import dump, rngs_of
 
 LOAD = (
     "data hosts need the modules that it uses, and cannot have what only works on one host, such "
@@ -39,13 +41,16 @@ def as_is(batch: Any) -> Any:
 
 
 class Source:
-    """Where a RemoteDataset's samples come from."""
+    """Where a RemoteDataset's samples come from.
+
+    given: the Dataset if is_dataset, else a callable that makes it.
+    """
 
     were_together = False  # whether all ranks are, or have been, in one process group
     began_with: dict[str, str] | None = None  # the environment of the script's first process
 
-    def __init__(self, dataset: Any, is_made: bool, collate_fn: Callable | None, timeout: float):
-        self.given, self.is_made, self.collate_fn = dataset, is_made, collate_fn
+    def __init__(self, given: Any, is_dataset: bool, collate_fn: Callable | None, timeout: float):
+        self.given, self.is_dataset, self.collate_fn = given, is_dataset, collate_fn
         self.hosts = [host for host in os.environ.get("HETERO_DATA_HOSTS", "").split(",") if host]
         self.token, self.timeout = os.environ.get("HETERO_TOKEN", ""), timeout
         Source.began_with = Source.began_with or environment_at_start()
@@ -60,13 +65,13 @@ class Source:
         """Make what this process and the workers that it forks have in common."""
         self.is_compared = mmap.mmap(-1, 1)  # whether samples have been compared
         if self.hosts:
-            self.digested = open(os.memfd_create("digest"), "r+b")  # see pickle_facts  # noqa: SIM115
+            self.digested = open(os.memfd_create("digest"), "r+b")  # see facts  # noqa: SIM115
 
     def __getstate__(self) -> dict:
         """Pickle this for a spawned process, in which the script is not `__main__`."""
         file = io.BytesIO()
         dump(file, not self.hosts, dataset=self.given, collate_fn=self.collate_fn)
-        own = "is_made", "hosts", "token", "timeout", "first_batch"
+        own = "is_dataset", "hosts", "token", "timeout", "first_batch"
         state = {name: getattr(self, name) for name in own}
         state |= {"pickled": file.getvalue(), "ranks": self.look_around()}
         of_class = {"were_together": Source.were_together, "began_with": Source.began_with}
@@ -86,9 +91,9 @@ class Source:
             self.inherited = self.__dict__.get("fetcher"), self.__dict__.get("stream")
             self.process, self.fetcher = os.getpid(), None
             self.is_changed, self.was_accessed = True, False
-            self.is_shared = self.has_generators = False  # the Dataset: see pickle_facts
-            self.dataset = self.given if self.is_made else None
-            self.generators: dict | None = None  # until they are looked for
+            self.is_shared = self.has_rngs = False  # the Dataset: see facts
+            self.dataset = self.given if self.is_dataset else None
+            self.rngs: dict | None = None  # until they are looked for
             self.comparison: Comparison | None = None  # of this epoch, until it is over
             self.torch_fetcher = self.batch = None  # of the epoch, and its last batch
             self.stream, self.is_kept = None, False  # a RemoteStream's stream; see connect
@@ -104,7 +109,7 @@ class Source:
 
     def dataset_for(self, name: str) -> Any:
         """Return the Dataset, to read or set its attribute `name`."""
-        if not self.is_made:
+        if not self.is_dataset:
             raise AttributeError(
                 f"{name!r} cannot be reached: a callable makes the Dataset on the data hosts. "
                 "Give RemoteDataset the Dataset itself, or keep the value elsewhere"
@@ -131,19 +136,19 @@ class Source:
     def length(self) -> int:
         self.look_around()  # samplers take the length in each epoch, before workers start
         self.begin_process()
-        if self.is_made:
+        if self.is_dataset:
             return len(self.given)
         if not self.hosts:
-            return len(self.made())
+            return len(self.own_dataset())
         self.connect()
         self.fetcher.wait_for_host()
-        return self.fetcher.described[1][0]
+        return self.fetcher.first_made[1].length
 
-    def made(self) -> Any:
-        """Return this process's own Dataset."""
+    def own_dataset(self) -> Any:
+        """Return this process's own Dataset, which it makes if a callable was given."""
         if self.dataset is None:
             with undisturbed({}):
-                self.dataset = make(self.given)
+                self.dataset = make_dataset(self.given)
         return self.dataset
 
     def get(self, indices: list, loader: LoaderState | None, is_batch: bool) -> Any:
@@ -160,25 +165,25 @@ class Source:
         chunk = Chunk(indices, self.place, number, seed, self.caller(loader))
         self.place += len(indices)
         if not self.hosts:
-            dataset = self.made()
-            if self.is_changed or self.generators is None:
-                self.generators, self.is_changed = generators_of(dataset, self.collate_fn), False
+            dataset = self.own_dataset()
+            if self.is_changed or self.rngs is None:
+                self.rngs, self.is_changed = rngs_of(dataset, self.collate_fn), False
             if info := get_worker_info():
                 worker = info.id, info.num_workers
                 chunk = chunk._replace(caller=chunk.caller._replace(worker=worker))
-            with undisturbed(self.generators):
-                return prepare(dataset, self.generators, chunk, self.collate_fn)
+            with undisturbed(self.rngs):
+                return prepare(dataset, self.rngs, chunk, self.collate_fn)
         self.connect(loader)
-        if self.torch_fetcher is not last and self.is_made:
+        if self.torch_fetcher is not last and self.is_dataset:
             self.begin_comparison(chunk)
         try:
             return self.fetch(chunk, loader, is_batch)
         except Exception as error:
             if isinstance(error, FileNotFoundError):
                 add(error, f"Data hosts need the file at the same path ({WHERE})")
-            elif self.is_made and self.fetcher.failed_chunk:
+            elif self.is_dataset and self.fetcher.failed_chunk:
                 explain(error, self.start_here(self.fetcher.failed_chunk))
-            elif self.is_made and "Original Traceback" in str(error):
+            elif self.is_dataset and "Original Traceback" in str(error):
                 add(
                     error,
                     f"The pickle of {type(self.given).__name__} could not be loaded there: {LOAD}",
@@ -189,8 +194,10 @@ class Source:
         """Return the samples, or the batch, from the data hosts."""
         self.fetcher.failed_chunk = None
         self.fetcher.wait_for_host()
-        described = self.fetcher.described
-        is_whole = hasattr(self.given, "__getitems__") if self.is_made else described[1][1]
+        if self.is_dataset:
+            is_whole = hasattr(self.given, "__getitems__")
+        else:
+            is_whole = self.fetcher.first_made[1].is_whole
         is_divisible = not (self.collate_fn or is_whole)
         self.notice(is_batch, is_divisible, loader)
         num_workers = loader.num_workers if loader else 1
@@ -212,7 +219,7 @@ class Source:
 
     def start_here(self, chunk: Chunk) -> HereProcess:
         """Start a process that prepares a chunk on this host."""
-        return HereProcess(self.given, self.collate_fn, chunk, self.timeout, self.has_generators)
+        return HereProcess(self.given, self.collate_fn, chunk, self.timeout, self.has_rngs)
 
     def end_comparison(self) -> None:
         """Raise RuntimeError if data hosts prepare other samples than workers here.
@@ -285,30 +292,31 @@ class Source:
         """
         if self.fetcher and not self.is_changed:
             return
-        parts = {"dataset": self.given, "is_made": self.is_made, "collate_fn": self.collate_fn}
+        parts = {
+            "dataset": self.given,
+            "is_dataset": self.is_dataset,
+            "collate_fn": self.collate_fn,
+        }
         kept = tempfile.TemporaryFile() if keep else None  # noqa: SIM115
-        pickled = self.pickle_facts(parts, loader, kept)
+        facts = self.facts(parts, loader, kept)
 
         def upload() -> IO[bytes]:  # without `self`, which it would keep alive
             if kept:
                 return kept
             file = tempfile.TemporaryFile()  # noqa: SIM115
-            write(file, parts)
-            file.write(trailer(pickled.variables))
+            dataset_file.write(file, parts, facts.variables)
             return file
 
-        self.is_shared = pickled.is_shared
+        self.is_shared = facts.is_shared
         # A worker_init_fn may make some.
-        self.has_generators = pickled.has_generators or bool(loader and loader.worker_init_fn)
+        self.has_rngs = facts.has_rngs or bool(loader and loader.worker_init_fn)
         self.is_changed = self.was_accessed = False
         self.is_kept |= keep
-        if not self.fetcher or self.fetcher.digest != pickled.sha256:
-            what, sha256 = pickled.what, pickled.sha256
+        if not self.fetcher or self.fetcher.digest != facts.sha256:
+            what, sha256 = facts.what, facts.sha256
             self.fetcher = Fetcher(self.hosts, self.token, self.timeout, what, sha256, upload)
 
-    def pickle_facts(
-        self, parts: dict, loader: LoaderState | None, kept: IO[bytes] | None
-    ) -> "PickleFacts":
+    def facts(self, parts: dict, loader: LoaderState | None, kept: IO[bytes] | None) -> Facts:
         """Return what is known of the Dataset's pickle, which goes to the file `kept`, if any.
 
         The workers that a DataLoader forks have the same Dataset, unless the script's code has run
@@ -320,7 +328,7 @@ class Source:
         outer = loader.fetcher.dataset if loader and loader.fetcher else None
         is_outermost = type(outer).__module__.startswith("feed.") and outer._source is self
         if not (info and is_outermost) or loader.worker_init_fn or self.fetcher or kept:
-            return facts_with(parts, self.init_fn_modules, kept)
+            return facts_of(parts, self.init_fn_modules, kept)
         # torch starts them one after the other.
         number = multiprocessing.current_process()._identity[-1] - info.id
         of_loader = os.getppid(), number, loader.seed
@@ -330,17 +338,17 @@ class Source:
             data = os.pread(self.digested.fileno(), size, 0)
             its, found = pickle.loads(data) if data else (None, None)
             if its != of_loader:
-                found = facts_with(parts, self.init_fn_modules, None)
+                found = facts_of(parts, self.init_fn_modules, None)
                 os.pwrite(self.digested.fileno(), pickle.dumps((of_loader, found)), 0)
                 return found
         finally:
             fcntl.lockf(self.digested, fcntl.LOCK_UN)
-        return facts_with(parts, self.init_fn_modules, None) if found.is_shared else found
+        return facts_of(parts, self.init_fn_modules, None) if found.is_shared else found
 
     def notice(self, is_batch: bool, is_divisible: bool, loader: LoaderState | None) -> None:
         """Print once why getting samples is slow, if it is."""
         name, text, info = "the Dataset", "", get_worker_info()
-        if self.is_made:
+        if self.is_dataset:
             name = type(self.given).__name__
         is_single = loader and loader.fetcher and not is_batch
         if is_single and loader.fetcher.auto_collation:
@@ -354,41 +362,6 @@ class Source:
         if text and text not in self.noticed and (not info or info.id == 0):
             self.noticed.add(text)
             logger.warning(text)
-
-
-class PickleFacts(NamedTuple):
-    """What is known of a Dataset's pickle."""
-
-    sha256: bytes
-    what: str  # describes the Dataset
-    variables: bytes  # see inherit.variables
-    is_shared: bool  # whether it has memory that other processes may change
-    has_generators: bool
-
-
-def facts_with(parts: dict, reached: set[str], kept: IO[bytes] | None) -> PickleFacts:
-    """Pickle the parts, and variables of the modules that they, and `reached`, refer to."""
-    digest = Digest(kept)
-    pickler = write(digest, parts)
-    content, is_shared = variables(sorted({*reached, *pickler.modules}))
-    digest.write(trailer(content))
-    what = f"{type(parts['dataset']).__name__}, {digest.size / 1e6:.1f} MB"
-    if pickler.globals:
-        used = ", ".join(f"{name} in {at}" for name, at in pickler.globals.items())
-        what += f", with globals of the script that it uses ({used}),"
-    is_shared |= pickler.is_shared
-    return PickleFacts(digest.sha256.digest(), what, content, is_shared, bool(pickler.generators))
-
-
-def write(to: Any, parts: dict) -> DatasetPickler:
-    """Write what a data host's template reads before the trailer: see worker.run_template."""
-    pickle.dump(paths_of_script(), to)  # first, as the other parts may need them
-    return dump(to, **parts)
-
-
-def trailer(content: bytes) -> bytes:
-    """Return variables as the end of the Dataset's file, which is read from its end."""
-    return content + len(content).to_bytes(8, "big")
 
 
 def world_size() -> int:

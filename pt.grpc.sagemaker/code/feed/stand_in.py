@@ -47,7 +47,7 @@ class Wrapper(Dataset):
 def like(wrapper: Wrapper, dataset: Any) -> Wrapper:
     """Return a wrapper of the same kind for another Dataset."""
     source, new = wrapper._source, object.__new__(type(wrapper))
-    copied = Source(dataset, source.is_made, source.collate_fn, source.timeout)
+    copied = Source(dataset, source.is_dataset, source.collate_fn, source.timeout)
     copied.first_batch, copied.ranks = source.first_batch, source.ranks
     new.__setstate__(copied)
     return new

@@ -30,7 +30,7 @@ from feed.iterate import Stream
 from feed.log import logger
 from feed.source import Source
 from feed.stand_in import Wrapper
-from feed.wire import Lost
+from feed.wire import Lost, Unanswered
 
 START_SECONDS = 5.0  # to wait for hosts that failed, since a stream stays where it is opened
 HANGS_SECONDS = 300.0  # if a sample takes longer, the stream's process counts as hanging
@@ -145,7 +145,7 @@ class Epoch:
         return self.stream.take()
 
 
-class Died(Lost):
+class Died(Exception):
     """The stream's process has died or hangs, but not its host; says which."""
 
 
@@ -207,7 +207,7 @@ class OpenStream:
                 raise self.host.raised(reply.value)
             follow = math.ceil((reply.length - len(reply.memory)) / wire.FRAME)
             frames = itertools.islice(self.call, follow)
-            parts = self.host.result(wire.parts_of, reply, frames)
+            parts = self.host.result(wire.memory_of, reply, frames)
             if reply.value:
                 self.moved_at = time.monotonic()
             elif time.monotonic() > self.moved_at + HANGS_SECONDS:
@@ -217,16 +217,16 @@ class OpenStream:
             elif reply.value and time.monotonic() > self.said_at + SAY_SECONDS:
                 done = pickle.loads(reply.value)
                 self.say(f"skips samples that were taken before: {done} of {self.taken[-1]}")
-        except Lost as lost:
+        except (Lost, Died, Unanswered) as error:
             self.close()
-            self.losses += bool(str(lost))
+            self.losses += not isinstance(error, Unanswered)
             if self.losses >= ATTEMPTS:
                 raise RuntimeError(
                     f"a stream was lost {ATTEMPTS} times over one sample, the last time on data "
-                    f"host {self.host.address}: {lost}"
+                    f"host {self.host.address}: {error}"
                 ) from None
-            if str(lost) and not isinstance(lost, Died):
-                self.fetcher.lose(self.host, str(lost))
+            if isinstance(error, Lost):
+                self.fetcher.lose(self.host, str(error))
             time.sleep(0.1)  # if a fork of this process ended the call, let it fork
         except BaseException:  # also Ctrl-C: do not continue later in the middle of a reply
             self.close()

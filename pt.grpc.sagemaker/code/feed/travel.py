@@ -31,7 +31,7 @@ from torch.utils.data import IterableDataset
 
 from feed.wire import FRAME, MAIN, class_at, is_plain, reduced
 
-GENERATORS = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
+RNGS = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
 SIMPLE = int, float, str, bytes, bool, type(None), type, ModuleType, FunctionType
 INSTALLED = *map(sysconfig.get_path, ("stdlib", "platstdlib")), "/site-packages/", "/dist-packages/"
 EMPTY = {type(make()): make for make in (threading.Lock, threading.RLock, threading.local)}
@@ -41,7 +41,7 @@ script: dict[str, Any] = {"__name__": "__main__"}  # the script's globals, in a 
 
 
 class DatasetPickler(cloudpickle.Pickler):
-    """Pickles a Dataset; keeps the generators that it finds, and which globals it includes.
+    """Pickles a Dataset; keeps the random generators that it finds, and which globals it includes.
 
     stays_here: the pickle is for another process of the training script, which has its classes.
     """
@@ -51,7 +51,7 @@ class DatasetPickler(cloudpickle.Pickler):
     ):
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.stays_here = stays_here
-        self.generators: list[Any] = []
+        self.rngs: list[Any] = []
         self.globals: dict[str, str] = {}  # of the training script -> where they are used
         self.modules: set[str] = set()  # that the Dataset refers to
         self.is_shared = False  # whether it has memory that another process may change
@@ -74,8 +74,8 @@ class DatasetPickler(cloudpickle.Pickler):
             self.is_shared = any(address_of(value) in span for span in self.shared_memory)
         if share := self.shared.get(type(value)):
             return share(value)
-        if is_generator(value):
-            self.generators.append(value)
+        if is_rng(value):
+            self.rngs.append(value)
         elif isinstance(value, np.memmap):
             return open_memmap, memmap_place(value)
         elif type(value) is torch.Tensor and is_plain(value):
@@ -136,7 +136,7 @@ def dispatched(registry: dict[type, Callable]) -> Callable:
     return function
 
 
-class GeneratorFinder(DatasetPickler):
+class RngFinder(DatasetPickler):
     """Goes through a Dataset, and leaves out what cannot be pickled."""
 
     def reducer_override(self, value: Any) -> Any:
@@ -281,19 +281,19 @@ def frames_of(file: IO[bytes]) -> Iterator[bytes]:
         at += len(frame)
 
 
-def generators_of(*values: Any) -> dict[int, Any]:
+def rngs_of(*values: Any) -> dict[int, Any]:
     """Return the random generators of the values, and those that are variables of own modules.
 
     The keys are the same in each process.
     """
-    pickler = GeneratorFinder(Digest(), buffer_callback=lambda memory: None)  # skips the memory
+    pickler = RngFinder(Digest(), buffer_callback=lambda memory: None)  # skips the memory
     with contextlib.suppress(Exception):  # such as RecursionError, which cloudpickle replaces
         pickler.dump(values)
-    found = dict(enumerate(pickler.generators, 1))
-    known = {id(generator) for generator in pickler.generators}
+    found = dict(enumerate(pickler.rngs, 1))
+    known = {id(rng) for rng in pickler.rngs}
     for name, space in own_modules().items():
         for variable, value in space.copy().items():
-            if is_generator(value) and id(value) not in known:
+            if is_rng(value) and id(value) not in known:
                 known.add(id(value))
                 found[zlib.crc32(f"{name}.{variable}".encode()) >> 1] = value
     return found
@@ -306,9 +306,9 @@ def imported_in(function: FunctionType) -> set[str]:
     return {*first, *(f"{of}.{name}" for of in first for name in names)} & sys.modules.keys()
 
 
-def is_generator(value: Any) -> bool:
+def is_rng(value: Any) -> bool:
     """Return whether this is a random generator that can be seeded."""
-    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
+    return isinstance(value, RNGS) and not isinstance(value, random.SystemRandom)
 
 
 def own_modules() -> dict[str, dict[str, Any]]:

@@ -70,8 +70,12 @@ class Reply(NamedTuple):
         return sum(size + padding(size) for size in self.sizes)
 
 
+class Unanswered(Exception):
+    """A call has ended without an answer, and is to be made again. The host has not failed."""
+
+
 class Lost(Exception):
-    """A host has not answered completely. The message is empty if the host has not failed."""
+    """A host has failed: it has not answered, or not completely. The message says how."""
 
 
 def mac(token: str, *parts: bytes) -> bytes:
@@ -186,10 +190,10 @@ def encode(value: Any) -> tuple[bytes, list[memoryview]]:
 
 def decode(reply: Reply, frames: Iterator[bytes]) -> Any:
     """Return the samples of a Reply, in new memory that is filled with the frames."""
-    return pickle.loads(reply.value, buffers=parts_of(reply, frames))
+    return pickle.loads(reply.value, buffers=memory_of(reply, frames))
 
 
-def parts_of(reply: Reply, frames: Iterator[bytes]) -> list[np.ndarray]:
+def memory_of(reply: Reply, frames: Iterator[bytes]) -> list[np.ndarray]:
     """Return the memory that belongs with a Reply, filled with its own and the frames.
 
     Raises Lost if the frames do not have as many bytes as the Reply says.

@@ -18,7 +18,6 @@ import select
 import signal
 import socket
 import struct
-import sys
 import time
 import traceback
 from collections import deque
@@ -29,19 +28,19 @@ from typing import Any
 
 import torch
 
-from feed.inherit import set_variables
+from feed import dataset_file
 from feed.iterate import Stream, send_samples
 from feed.samples import (
     Chunk,
     as_error,
     initialize,
-    make,
+    make_dataset,
     prepare,
-    seed_generators,
+    seed_rngs,
     stand_in_for_ranks,
     summary,
 )
-from feed.travel import generators_of
+from feed.travel import rngs_of
 from feed.wire import FRAME, RAISED, READY, Reply, encode, padding
 
 CHUNK_SECONDS = 300  # a worker that is silent over a chunk for longer is replaced
@@ -99,43 +98,34 @@ def run_template(main: socket.socket, requests: socket.socket) -> None:
     _, [payload], _, _ = socket.recv_fds(requests, 1, 1)
     set_ranks = stand_in_for_ranks()
     torch.set_num_threads(1)
-    state, value, made, generators = READY, b"", (), {}
+    state, value, loaded, rngs = READY, b"", (), {}
     try:
-        with open(payload, "rb") as file:
-            file.seek(-8, os.SEEK_END)
-            size = int.from_bytes(file.read(), "big")
-            file.seek(0)
-            sys.path[:0] = map(os.path.abspath, pickle.load(file))
-            dataset_at = file.tell()
-            file.seek(-8 - size, os.SEEK_END)
-            set_variables(file.read(size))
-            file.seek(dataset_at)
-            made = given, is_made, collate_fn = pickle.load(file)
-        if is_made:  # find them once for all workers, since that reads the whole Dataset
-            generators = generators_of(given, collate_fn)
+        loaded = given, is_dataset, collate_fn = dataset_file.load(payload)
+        if is_dataset:  # find them once for all workers, since that reads the whole Dataset
+            rngs = rngs_of(given, collate_fn)
     except BaseException:
         state, value = RAISED, as_error()
     Connection(os.dup(requests.fileno())).send((state, value))
     gc.freeze()  # otherwise the garbage collector would write to the shared memory
 
-    fork_for_each(requests, partial(serve_chunks, made, generators, set_ranks), [])
+    fork_for_each(requests, partial(serve_chunks, loaded, rngs, set_ranks), [])
 
 
 def serve_chunks(
-    made: tuple, generators: dict, set_ranks: Callable, requests: socket.socket, pipe: socket.socket
+    loaded: tuple, rngs: dict, set_ranks: Callable, requests: socket.socket, pipe: socket.socket
 ) -> None:
     """Run a worker: prepare one chunk after the other, or a stream."""
     requests.close()
-    given, is_made, collate_fn = made
+    given, is_dataset, collate_fn = loaded
     connection, file = Connection(os.dup(pipe.fileno())), pipe.makefile("wb", FRAME)
     connection.send(os.getpid())
     number, workers = connection.recv()
     problem, is_initialized = b"", False
     try:
-        dataset = given if is_made else make(given)
-        seed_generators(dataset, {}, Chunk(), 0, None)  # for get_worker_info()
-        if not is_made:
-            generators = generators_of(dataset, collate_fn)
+        dataset = given if is_dataset else make_dataset(given)
+        seed_rngs(dataset, {}, Chunk(), 0, None)  # for get_worker_info()
+        if not is_dataset:
+            rngs = rngs_of(dataset, collate_fn)
     except BaseException:
         problem = as_error()
 
@@ -164,10 +154,10 @@ def serve_chunks(
                     chunk = chunk._replace(caller=chunk.caller._replace(worker=worker))
                 if chunk.caller.pickled_init_fn and not is_initialized:
                     initialize(dataset, chunk)
-                    generators, is_initialized = generators_of(dataset, collate_fn), True
-                value, parts = encode(prepare(dataset, generators, chunk, collate_fn))
+                    rngs, is_initialized = rngs_of(dataset, collate_fn), True
+                value, parts = encode(prepare(dataset, rngs, chunk, collate_fn))
             else:
-                value, parts = encode(None if is_made else summary(dataset, generators))
+                value, parts = encode(None if is_dataset else summary(dataset, rngs))
             state = RAISED if problem else READY
         except BaseException:  # a panic in a Rust library is not an Exception
             value = as_error()

@@ -32,9 +32,9 @@ def run(
     ranks: int | None = None,
     spare_cores: int | None = None,
     needed: str = "",
-    join_seconds: float = 600,
-    training_seconds: float = 60,
-    data_seconds: float = 300,
+    join_timeout: float = 600,
+    training_timeout: float = 60,
+    data_timeout: float = 300,
 ) -> None:
     """Run this host's part of the job, and exit with status 1 if the job fails.
 
@@ -48,9 +48,9 @@ def run(
     spare_cores: number of vCPUs of each training host that run one more data server, which the job
         can do without. By default all vCPUs except one physical core for each rank; 0 for none.
     needed: "first" if the job must fail when it loses the first data host's server.
-    join_seconds: how long hosts wait for all others to connect.
-    training_seconds, data_seconds: how long a training or data host may be silent. After that, it
-        counts as lost and the job fails. It also gives up on a leader that is silent for so long.
+    join_timeout: how many seconds hosts wait for all others to connect.
+    training_timeout, data_timeout: how many seconds a training or data host may be silent. After
+        that, it counts as lost and the job fails. It gives up on a silent leader after as long.
     """
     try:
         cluster = read_cluster()
@@ -83,9 +83,9 @@ def run(
             data_hosts=data_hosts,
             spare_cores=spare,
             needed=data_hosts[:1] if needed == "first" else [],
-            join_seconds=join_seconds,
-            training_seconds=training_seconds,
-            data_seconds=data_seconds,
+            join_timeout=join_timeout,
+            training_timeout=training_timeout,
+            data_timeout=data_timeout,
         )
         # Lets a script in a subfolder import modules from this folder.
         folders = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -112,7 +112,7 @@ async def take_part(plan: Plan) -> list:
     try:
         leader.decide(*await member.take_part())  # usually what the leader has already decided
     except Exception as error:
-        leader.fail(error)
+        leader.end_by_error(error)
     return await leading
 
 

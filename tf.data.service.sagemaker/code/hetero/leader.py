@@ -66,7 +66,7 @@ class Leader:
         """How long ago an event was first seen."""
         return time.monotonic() - self.first_seen[event]
 
-    def fail(self, error: Exception) -> None:
+    def end_by_error(self, error: Exception) -> None:
         """End the job because of an error in the leader's own code."""
         traceback.print_exc()
         what = f"{type(error).__name__}: {error}"
@@ -81,7 +81,7 @@ class Leader:
                     self.tell()
                 await asyncio.sleep(TICK_SECONDS)
         except Exception as error:
-            self.fail(error)
+            self.end_by_error(error)
         # Unless a job has failed, SageMaker waits for all of its hosts, and bills a host that hangs
         # until MaxRuntimeInSeconds. So all hosts first stop their processes, and then all exit.
         began = time.monotonic()
@@ -128,7 +128,7 @@ class Leader:
             patience = CAUSE_SECONDS if was_cut_off else SETTLE_SECONDS
             is_time = self.seconds_since(event) > patience
         else:
-            seconds = self.plan.join_seconds
+            seconds = self.plan.join_timeout
             is_time = absent and self.seconds_since("begin") > seconds
             reason = f"{self.cluster.where(*absent)} did not come up within {seconds} s."
         if absent and stop:
@@ -163,7 +163,7 @@ class Leader:
             if isinstance(error, TimeoutError) or self.word["phase"] < Phase.EXITING:
                 self.decide(False, f"The launcher on {self.cluster.where(host)} is gone: {error}.")
         except Exception as error:
-            self.fail(error)
+            self.end_by_error(error)
         finally:
             del self.members[host]
             writer.close()

@@ -94,7 +94,7 @@ class Member:
     async def join(self) -> asyncio.StreamReader:
         """Connect to the leader, which may start later than this host, and send a first report."""
         address = self.cluster.address(self.plan.leader), self.cluster.base_port
-        deadline = time.monotonic() + self.plan.join_seconds
+        deadline = time.monotonic() + self.plan.join_timeout
         while not self.writer:
             try:
                 connecting = asyncio.open_connection(*address, limit=LONGEST_LINE)

@@ -19,18 +19,18 @@ class Plan:
     data_hosts: list[str]
     spare_cores: list[int]  # vCPUs of this training host that run a data server
     needed: list[str]  # data hosts whose server the job needs
-    join_seconds: float
-    training_seconds: float
-    data_seconds: float
+    join_timeout: float
+    training_timeout: float
+    data_timeout: float
 
     def patience(self, host: str) -> float:
         """Return how many seconds `host` may be silent, and how many it waits for the leader.
 
-        A data host that the training can do without gets `data_seconds`, all others get
-        `training_seconds`.
+        A data host that the training can do without gets `data_timeout`, all others get
+        `training_timeout`.
         """
         is_patient = host in self.data_hosts and host not in self.needed
-        return self.data_seconds if is_patient else self.training_seconds
+        return self.data_timeout if is_patient else self.training_timeout
 
 
 def check_groups(

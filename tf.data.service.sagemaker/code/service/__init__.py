@@ -15,5 +15,5 @@ serve.py        the program of a data host: python service/serve.py
 from service.distributed import distribute
 from service.functions import numpy_function
 
-__version__ = "2026-11-27.2"  # CHANGES.md says what else to change when you update your copy
+__version__ = "2026-11-27.3"  # CHANGES.md says what else to change when you update your copy
 __all__ = ["distribute", "numpy_function"]

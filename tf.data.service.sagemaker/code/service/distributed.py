@@ -11,9 +11,9 @@ from tensorflow.python.data.ops.dataset_ops import _VariantDataset
 from tensorflow.python.eager import context
 
 from service.graph import graph_of
-from service.pipelines import check, refuse
+from service.pipelines import check, is_endless, refuse
 from service.same import check_same
-from service.state import renew
+from service.state import has_seeds, renew
 from service.waiting import logger, wait_for_dispatcher, watched
 
 used_names: set[str] = set()
@@ -66,11 +66,13 @@ def distribute(
             "send another component with it: dataset.map(lambda x: (x, 0))",
         )
     graph = graph_of(dataset)
-    is_endless = check(graph, allow)
-    if renew(graph, allow):
+    check(graph, allow)
+    had_seeds = has_seeds(graph)
+    renew(graph, allow)
+    if had_seeds:
         text = "distribute: random numbers of %s do not follow seeds, and differ in each epoch."
         logger.warning(text, name)
-    if name == "training" and ranks > 1 and not is_endless:
+    if name == "training" and ranks > 1 and not is_endless(graph):
         raise ValueError(
             f"distribute: {ranks} ranks would get unequal numbers of batches, and wait for each "
             "other at the end. Call repeat() on the dataset, and train for a number of steps."

@@ -26,6 +26,11 @@ def graph_of(dataset: tf.data.Dataset) -> GraphDef:
     return GraphDef.FromString(graph.numpy())
 
 
+def functions_of(graph: GraphDef) -> dict[str, Any]:
+    """Return the functions of a graph, by name."""
+    return {function.signature.name: function for function in graph.library.function}
+
+
 class Nodes:
     """The nodes of a graph, or of one of its functions."""
 

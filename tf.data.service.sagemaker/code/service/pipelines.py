@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 
-from service.graph import GraphDef, NodeDef, Nodes, is_set, op_of
+from service.graph import GraphDef, NodeDef, Nodes, functions_of, is_set, op_of
 
 # With these ops each sample comes once in each pass, with its label, except as RULES say.
 RIGHT = (
@@ -219,15 +219,26 @@ RULES = [
 KNOWN = {*RIGHT.split(), *(op for rule in RULES for op in rule.ops.split())}
 
 
-def check(graph: GraphDef, allow: Collection[str] = ()) -> bool:
-    """Return whether a dataset is endless. Raise ValueError if data hosts would get it wrong.
+def end_of(graph: GraphDef) -> str:
+    """Return the node of the dataset that the graph makes."""
+    [end] = [node.name for node in graph.node if node.op == "_Retval"]
+    return end
+
+
+def is_endless(graph: GraphDef) -> bool:
+    """Return whether a dataset is endless, as far as its graph tells."""
+    return Nodes(graph.node, functions_of(graph)).is_endless(end_of(graph))
+
+
+def check(graph: GraphDef, allow: Collection[str] = ()) -> None:
+    """Raise ValueError if data hosts would get a dataset wrong.
 
     allow: ops to accept anyway, by TensorFlow's names without "Dataset", such as "Scan".
     """
-    functions = {each.signature.name: each for each in graph.library.function}
+    functions = functions_of(graph)
     nodes = Nodes(graph.node, functions)
-    [end] = [node.name for node in graph.node if node.op == "_Retval"]
-    shared = [(nodes, node) for node in nodes.above(end) if op_of(node) not in ("", *allow)]
+    above = nodes.above(end_of(graph))
+    shared = [(nodes, node) for node in above if op_of(node) not in ("", *allow)]
     bodies = [Nodes(each.node_def, functions) for each in functions.values()]
     filters = [(body, node) for body in bodies for node in body.nodes.values()]
     for rule in RULES:
@@ -249,7 +260,6 @@ def check(graph: GraphDef, allow: Collection[str] = ()) -> bool:
                     "data hosts do not have it",
                     "use service.numpy_function, or PyTorch's loader, which Keras accepts too",
                 )
-    return nodes.is_endless(end)
 
 
 def refuse(name: str, wrong: str, instead: str) -> None:

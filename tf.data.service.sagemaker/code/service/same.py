@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework.types_pb2 import DT_RESOURCE
 
-from service.graph import GraphDef, NodeDef, is_integer, name_of
+from service.graph import GraphDef, NodeDef, functions_of, is_integer, name_of
 
 # Names that differ between processes, and what only helps people who debug.
 NAMES = ("shared_name", "container", "metadata")
@@ -36,7 +36,7 @@ def check_same(graph: GraphDef, dispatcher: str, name: str) -> None:
 
 def fingerprint(graph: GraphDef) -> str:
     """Return a hash of a graph, without names and the state of random generators."""
-    functions = {each.signature.name: each for each in graph.library.function}
+    functions = functions_of(graph)
     order: list[str] = []  # of functions, by their first use
     written = {node.input[1] for node in graph.node if node.op == "AssignVariableOp"}
     state = {

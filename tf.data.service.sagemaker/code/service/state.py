@@ -13,24 +13,29 @@ import tensorflow as tf
 from tensorflow.core.framework.types_pb2 import DT_INT32, DT_INT64, DT_RESOURCE
 from tensorflow.python.framework import op_def_registry
 
-from service.graph import GraphDef, NodeDef, Nodes, is_integer, is_set, name_of, op_of
+from service.graph import GraphDef, NodeDef, Nodes, functions_of, is_integer, is_set, name_of, op_of
 from service.pipelines import refuse
 
+SEEDS = {"seed", "seed2"}  # attributes of an op
 WRITE = r"Assign\w*VariableOp"
 SEEDED = r"Stateless(?!If|While|Case)\w+"  # they draw numbers from a seed that they are given
 CONSTANT = ("LookupTableFind", "LookupTableSize")  # in a table that is not mutable
 
 
-def renew(graph: GraphDef, allow: Collection[str] = ()) -> bool:
+def has_seeds(graph: GraphDef) -> bool:
+    """Return whether ops of a graph, other than shuffles, have seeds."""
+    nodes = [node for function in graph.library.function for node in function.node_def]
+    return any(node.attr[name].i for node in nodes for name in SEEDS & {*node.attr})
+
+
+def renew(graph: GraphDef, allow: Collection[str] = ()) -> None:
     """Let a graph draw new random numbers in each worker and epoch.
 
     Seeds become 0, by which TensorFlow means none. What a function reads of the state of a
     generator, such as a Keras layer's, is increased by a random number in each call. Raises
-    ValueError for other state that can change, unless its op is in `allow`. Returns whether there
-    were seeds, other than of shuffles.
+    ValueError for other state that can change, unless its op is in `allow`.
     """
-    nodes = Nodes(graph.node, {each.signature.name: each for each in graph.library.function})
-    had_seeds = False
+    nodes = Nodes(graph.node, functions_of(graph))
     for node in graph.node:
         if "Shuffle" in op_of(node) and is_set(node, "reshuffle_each_iteration"):
             for seed in nodes.inputs(node, "seed2?"):
@@ -56,11 +61,9 @@ def renew(graph: GraphDef, allow: Collection[str] = ()) -> bool:
         ]
         check_seeds([each for each in seeds if any(each)])
         for node in function.node_def:
-            for seed in {"seed", "seed2"} & {*node.attr}:
-                if node.attr[seed].i:
-                    node.attr[seed].i, had_seeds = 0, True
+            for seed in SEEDS & {*node.attr}:
+                node.attr[seed].i = 0
         renew_state(function, allow)
-    return had_seeds
 
 
 def renew_state(function: Any, allow: Collection[str]) -> None:
