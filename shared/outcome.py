@@ -1,11 +1,12 @@
 """How close does a heterogeneous job come to the best that its cores could give?
 
-    possible step = the larger of  the accelerator floor: the step time without data
+    possible step = the larger of  the step time without data
                                    the data's CPU work / all cores that prepare data
 
-Both come from what was known before the heterogeneous job ran: the floor and the CPU work from the
-homogeneous job (and the job without data beside it), the cores from the cluster. No time that the
-heterogeneous job has measured is part of it, or every job would come close to what it has reached.
+Both come from what was known before the heterogeneous job ran: the step time without data and the
+CPU work from the homogeneous job (and the job without data beside it), the cores from the cluster.
+No time that the heterogeneous job has measured is part of it, or every job would come close to what
+it has reached.
 
 There is no verdict if the numbers contradict each other, or if other programs took the CPUs.
 """
@@ -30,7 +31,7 @@ class Outcome:
     Attributes:
         homogeneous_ms: Step time of the homogeneous job.
         heterogeneous_ms: Step time of the heterogeneous job.
-        floor_ms: Step time without data.
+        without_data_ms: Step time without data.
         work_ms: CPU time that a step's data takes on one core, in core-ms.
         cores: How many cores prepare data in the heterogeneous job.
         disturbed: Which jobs other programs have disturbed, and how; "" if none.
@@ -38,7 +39,7 @@ class Outcome:
 
     homogeneous_ms: float
     heterogeneous_ms: float
-    floor_ms: float
+    without_data_ms: float
     work_ms: float
     cores: float
     disturbed: str = ""
@@ -46,15 +47,15 @@ class Outcome:
     @property
     def possible_ms(self) -> float:
         """The step time that was possible."""
-        return max(self.floor_ms, self.work_ms / self.cores if self.cores else inf)
+        return max(self.without_data_ms, self.work_ms / self.cores if self.cores else inf)
 
     @property
     def problem(self) -> str:
         """Why the numbers allow no verdict; "" if they do."""
-        if self.floor_ms > TOLERANCE * self.homogeneous_ms:
+        if self.without_data_ms > TOLERANCE * self.homogeneous_ms:
             return (
-                f"without data a step took longer ({self.floor_ms:.1f} ms) than in the homogeneous "
-                f"job ({self.homogeneous_ms:.1f} ms)"
+                f"without data a step took longer ({self.without_data_ms:.1f} ms) than in the "
+                f"homogeneous job ({self.homogeneous_ms:.1f} ms)"
             )
         if TOLERANCE * self.heterogeneous_ms < self.possible_ms:
             return (
@@ -67,7 +68,7 @@ class Outcome:
         least = f"{self.work_ms / self.cores:.1f} ms" if self.cores else "no limit known"
         lines = [
             f"possible: {self.possible_ms:.1f} ms a step, the larger of two times:",
-            f"  {self.floor_ms:.1f} ms, a step without data",
+            f"  {self.without_data_ms:.1f} ms, a step without data",
             f"  {least}, the data's CPU work: {self.work_ms:.0f} core-ms / {self.cores:g} cores",
         ]
         gain = self.homogeneous_ms / self.heterogeneous_ms
@@ -107,7 +108,7 @@ def judge(
     """
     table, numbers = steps(homogeneous_job), numbers_in(x.text for x in logs(homogeneous_job))
     step = numbers.get("step_ms", table["step_time_ms"].median())
-    floor = numbers.get("accelerator_ms", nan)
+    floor = numbers.get("without_data_ms", nan)
     if synthetic_job:
         floor = steps(synthetic_job)["step_time_ms"].median()
     elif not numbers:

@@ -87,7 +87,7 @@ def observe(job_name: str, synthetic_job: str | None = None) -> Observed:
     """
     description, lines = describe(job_name), logs(job_name)
     numbers = numbers_in(line.text for line in lines)
-    pair = numbers.get("accelerator_ms", nan), numbers.get("step_ms", nan)
+    pair = numbers.get("without_data_ms", nan), numbers.get("step_ms", nan)
     if synthetic_job:
         pair = steps(synthetic_job)["step_time_ms"].median(), nan
     config = description["ResourceConfig"]

@@ -94,7 +94,7 @@ def test_the_pytorch_notebook_s_data_hosts_cost_less_than_a_larger_instance():
     samples, each = re.search(r"([\d,]+) samples x\s+([\d.]+) ms on two cores", SECTION).groups()
     step_ms = int(samples.replace(",", "")) * float(each) / 2
     # The floor is a guess; both clusters take longer.
-    advice = advisor.advise(advisor.Measured("ml.g5.xlarge", step_ms, accelerator_ms=20))
+    advice = advisor.advise(advisor.Measured("ml.g5.xlarge", step_ms, without_data_ms=20))
     usd = advice.candidates.set_index("instances")["USD per 1,000 steps"]
     larger = usd[usd.index.str.startswith("1 x ml.g5.") & ~usd.index.str.contains(r"\+")].min()
     assert larger == usd["1 x ml.g5.16xlarge"]
