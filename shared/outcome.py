@@ -3,23 +3,22 @@
     possible step = the larger of  the step time without data
                                    the data's CPU work / all cores that prepare data
 
-Both come from what was known before the heterogeneous job ran: the step time without data and the
-CPU work from the homogeneous job (and the job without data beside it), the cores from the cluster.
-No time that the heterogeneous job has measured is part of it, or every job would come close to what
-it has reached.
+Both come from what was known before the heterogeneous job ran: the times from the homogeneous job
+(and the job without data beside it), the cores from the cluster. No time that the heterogeneous job
+has measured is part of it, or every job would come close to what it has reached.
 
 There is no verdict if the numbers contradict each other, or if other programs took the CPUs.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, nan
+from math import inf, isnan
 
 from shared import prices
-from shared.commands import numbers_in
-from shared.monitoring import bottleneck
+from shared.monitoring.bottleneck import QUIET_PERCENT, observe, others_percent
 from shared.monitoring.describe import describe
-from shared.monitoring.log import logged, logs, steps
+from shared.monitoring.joblog import read_log
+from shared.monitoring.log import logged, logs
 
 TOLERANCE = 1.05  # by so much, the times of two equal jobs may differ
 
@@ -73,16 +72,12 @@ class Outcome:
         ]
         gain = self.homogeneous_ms / self.heterogeneous_ms
         if self.problem:
-            return "\n".join(
-                [
-                    *lines,
-                    f"speed-up: {gain:.2f}; no verdict, because {self.problem}.",
-                    "Run the notebook again, on a machine that does nothing else.",
-                ]
-            )
-        most = max(gain, self.homogeneous_ms / self.possible_ms)
-        lines.append(f"speed-up: {gain:.2f} of at most {most:.2f}")
-        lines.append(f"          = {gain / most:.0%} of what was possible")
+            lines.append(f"speed-up: {gain:.2f}; no verdict, because {self.problem}.")
+            lines.append("Run the notebook again, on a machine that does nothing else.")
+        else:
+            most = max(gain, self.homogeneous_ms / self.possible_ms)
+            lines.append(f"speed-up: {gain:.2f} of at most {most:.2f}")
+            lines.append(f"          = {gain / most:.0%} of what was possible")
         return "\n".join(lines)
 
 
@@ -106,26 +101,21 @@ def judge(
         ValueError: a job is unknown or has logged no steps, the step time without data is unknown,
             or an instance type's vCPUs are.
     """
-    table, numbers = steps(homogeneous_job), numbers_in(x.text for x in logs(homogeneous_job))
-    step = numbers.get("step_ms", table["step_time_ms"].median())
-    floor = numbers.get("without_data_ms", nan)
-    if synthetic_job:
-        floor = steps(synthetic_job)["step_time_ms"].median()
-    elif not numbers:
+    log = read_log(homogeneous_job, synthetic_job)
+    if isnan(log.without_data_ms):
         raise ValueError(
             f"How long a step of {homogeneous_job!r} takes without data is not known: give the name"
             " of the same job with --data-mode synthetic, or use measured.py in its script."
         )
-    samples = round((table["samples_per_s"] * table["step_time_ms"]).median() / 1000)
+    samples = round((log.steps["samples_per_s"] * log.steps["step_time_ms"]).median() / 1000)
     jobs = {"homogeneous": homogeneous_job, "heterogeneous": heterogeneous_job}
-    jobs |= {"data-free": synthetic_job} if synthetic_job else {}
     return Outcome(
-        step,
-        steps(heterogeneous_job)["step_time_ms"].median(),
-        floor,
+        log.step_ms,
+        read_log(heterogeneous_job).step_ms,
+        log.without_data_ms,
         samples * logged(homogeneous_job, "data_ms_per_sample"),
         preparing_cores(heterogeneous_job, cores),
-        _disturbed(jobs),
+        _disturbed(jobs | {"data-free": synthetic_job}),
     )
 
 
@@ -146,14 +136,9 @@ def preparing_cores(job_name: str, cores: Mapping[str, int] | None = None) -> in
     return found
 
 
-def _disturbed(jobs: Mapping[str, str]) -> str:
+def _disturbed(jobs: Mapping[str, str | None]) -> str:
     """Say in which jobs other programs took more of the CPUs than QUIET_PERCENT."""
-    taken = {
-        label: bottleneck.others_percent(bottleneck.observe(name)) for label, name in jobs.items()
-    }
-    busy = [
-        f"{percent:.0f} % during the {label} job"
-        for label, percent in taken.items()
-        if percent > bottleneck.QUIET_PERCENT
-    ]
-    return f"other programs took CPU time: {', '.join(busy)}" if busy else ""
+    taken = {label: others_percent(observe(name)) for label, name in jobs.items() if name}
+    busy = {label: percent for label, percent in taken.items() if percent > QUIET_PERCENT}
+    named = ", ".join(f"{percent:.0f} % during the {label} job" for label, percent in busy.items())
+    return f"other programs took CPU time: {named}" if busy else ""

@@ -13,12 +13,12 @@ from os import sched_getaffinity
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import psutil
 
 from shared.measured import WORTH_PERCENT
-from shared.monitoring.bottleneck import wait_percent
+from shared.monitoring.bottleneck import data_percent, wait_percent
 from shared.monitoring.describe import describe
+from shared.monitoring.joblog import read_log
 from shared.monitoring.log import GrowingLog, hosts_of, logged, step_table, steps
 
 POINTS = 10  # lab 1: an answer may be off by so many percentage points
@@ -56,37 +56,30 @@ def check_waiting(
         return _not_yet(f"waiting_percent must be a number such as 12.5, not {waiting_percent!r}.")
     if held_up_by not in ("data", "training"):
         return _not_yet(f"held_up_by must be 'data' or 'training', not {held_up_by!r}.")
-    table = steps(job_name)
-    truth = wait_percent(table)
+    log = read_log(job_name, synthetic_job)
+    truth = wait_percent(log.steps)
     is_other_part = abs(waiting_percent - (100 - truth)) < abs(waiting_percent - truth)
     if abs(waiting_percent - truth) > POINTS or is_other_part:
         if abs(waiting_percent - (100 - truth)) <= POINTS:
             hint = "That is the part of a step in which the job trains; what is the other part?"
         elif _is_fraction(waiting_percent, truth):
             hint = FRACTION
-        elif abs(waiting_percent - table["data_wait_ms"].median()) <= POINTS:
+        elif abs(waiting_percent - log.steps["data_wait_ms"].median()) <= POINTS:
             hint = "That is in milliseconds: what percentage of step_time_ms is it?"
         else:
             hint = "Divide data_wait_ms by step_time_ms, for a typical line of the log."
         return _not_yet(hint)
-    step, floor, costs = _data_costs(table, synthetic_job)
-    if held_up_by != ("data" if round(costs) >= WORTH_PERCENT else "training"):
+    if held_up_by != ("data" if round(data_percent(log)) >= WORTH_PERCENT else "training"):
         return _not_yet(
             "The percentage is right, but the conclusion is not: how much shorter is a step "
             f"without data? If by less than {WORTH_PERCENT} %, faster data would gain little."
         )
     return Verdict(
         True,
-        f"Right: the job waits for {truth:.0f} % of a step (median of all {len(table)} lines). A "
-        f"step takes {step:.1f} ms, and {floor:.1f} ms without data, so the {held_up_by} holds it "
-        f"up. Answers within {POINTS} points are accepted.",
+        f"Right: the job waits for {truth:.0f} % of a step (median of all {len(log.steps)} lines). "
+        f"A step takes {log.step_ms:.1f} ms, and {log.without_data_ms:.1f} ms without data, so the "
+        f"{held_up_by} holds it up. Answers within {POINTS} points are accepted.",
     )
-
-
-def _data_costs(table: pd.DataFrame, synthetic_job: str) -> tuple[float, float, float]:
-    """Return the step time, that without data, and what percentage of a step data costs."""
-    step, floor = (t["step_time_ms"].median() for t in (table, steps(synthetic_job)))
-    return step, floor, 100 * (1 - floor / step)
 
 
 def check_data_costs(costs_percent: Any, job_name: str, synthetic_job: str) -> Verdict:
@@ -95,16 +88,17 @@ def check_data_costs(costs_percent: Any, job_name: str, synthetic_job: str) -> V
         return Verdict(False, WAITING)
     if not is_number(costs_percent):
         return _not_yet(f"costs_percent must be a number such as 12.5, not {costs_percent!r}.")
-    table = steps(job_name)
-    step, floor, truth = _data_costs(table, synthetic_job)
+    log = read_log(job_name, synthetic_job)
+    truth = data_percent(log)
     if abs(costs_percent - truth) <= POINTS:
         return Verdict(
             True,
-            f"Right: a step takes {step:.1f} ms, and {floor:.1f} ms without data, so data costs "
-            f"{truth:.0f} % of it. Answers within {POINTS} percentage points are accepted.",
+            f"Right: a step takes {log.step_ms:.1f} ms, and {log.without_data_ms:.1f} ms without "
+            f"data, so data costs {truth:.0f} % of it. Answers within {POINTS} percentage points "
+            "are accepted.",
         )
     hint = "Compare the step time with that of the job without data."
-    if abs(costs_percent - wait_percent(table)) <= POINTS:
+    if abs(costs_percent - wait_percent(log.steps)) <= POINTS:
         hint = "That is the wait. Preparing data also takes cores away from the training."
     elif _is_fraction(costs_percent, truth):
         hint = FRACTION
@@ -136,16 +130,17 @@ def check_prediction(
         return _not_yet(f"data_hosts must be a whole number, at least 1, not {data_hosts!r}.")
     if not is_number(predicted_ms):
         return _not_yet(f"predicted_ms must be a number of milliseconds, not {predicted_ms!r}.")
-    table = steps(synthetic_job)
-    floor = table["step_time_ms"].median()
-    samples = round((table["samples_per_s"] * table["step_time_ms"]).median() / 1000)
+    log = read_log(synthetic_job)
+    without_data_ms = log.step_ms
+    samples = round((log.steps["samples_per_s"] * log.steps["step_time_ms"]).median() / 1000)
     work = HEAVIER * samples * logged(heterogeneous_job, "data_ms_per_sample")
     data_cores = data_hosts * int(logged(heterogeneous_job, "workers"))  # one per core
-    limits = {"the data cores": work / data_cores, "the accelerator": floor}
+    limits = {"the data cores": work / data_cores, "the accelerator": without_data_ms}
     if cores is not None:
         here = len(sched_getaffinity(0))
         trainer = describe(synthetic_job)["ResourceConfig"]["InstanceType"]
-        limits["all cores of this machine together"] = (work + floor * cores[trainer]) / here
+        all_work = work + without_data_ms * cores[trainer]
+        limits["all cores of this machine together"] = all_work / here
     limit = max(limits, key=limits.__getitem__)
     truth = limits[limit]
     if abs(predicted_ms / truth - 1) <= PERCENT / 100:
@@ -155,8 +150,9 @@ def check_prediction(
             f"{PERCENT} % are accepted. Now measure it.",
         )
     reason = f"The limit is {limit}: only the time that this needs for one step counts."
-    if predicted_ms < floor:
-        reason = f"Without data a step takes {floor:.1f} ms: data hosts cannot make it shorter."
+    if predicted_ms < without_data_ms:
+        least = f"{without_data_ms:.1f} ms"
+        reason = f"Without data a step takes {least}: data hosts cannot make it shorter."
     elif abs(HEAVIER * predicted_ms / truth - 1) <= PERCENT / 100:
         reason = f"That is for the usual work, but now there is {HEAVIER} times as much."
     return _not_yet(reason)

@@ -76,14 +76,14 @@ def _measured(args: argparse.Namespace) -> Measured:
         measured = measure(args.job, args.synthetic_job)
     elif source == "log":
         del numbers["log"]
-        measured = _read_log(args.log, numbers)
+        measured = _from_file(args.log, numbers)
     else:
         measured = Measured(**numbers)
     more = ("mb_per_step", "rank_gb_per_s", "kept_busy_percent")
     return replace(measured, **{name: given[name] for name in more if name in given})
 
 
-def _read_log(path: str, corrections: dict) -> Measured:
+def _from_file(path: str, corrections: dict) -> Measured:
     """Read the numbers that measured.py printed; the command line may override the instances."""
     with open(0 if path == "-" else path, errors="replace") as file:
         numbers = numbers_in(file)

@@ -8,14 +8,13 @@
 CPU work is the step time of the measured, homogeneous job times its cores, in core-ms. (On AWS,
 cores are vCPUs.) The formula is for jobs whose CPUs are the bottleneck. It assumes that the cores
 of other hosts are kept as busy as the measured ones, unless a heterogeneous run has shown how busy
-clusters with data hosts are: cores that are 80 % busy count as 80 %. A step without data is what
---data-mode synthetic measures; if it was not measured, the time in which the GPUs were busy stands
-in for it. The network is the bandwidth of the
-training hosts or of the data hosts, whichever is less; all data is assumed to cross it. Each GPU
-has a rank, which receives as much per second as benchmarks/ has measured, unless another figure is
-given. If the CPU term and the largest of the others are within KNEE_PERCENT of each other, the step
-time is reported as exact to about KNEE only: of five published runs, four were off by up to 11 %,
-and one by 18 %. There are two bounds:
+clusters with data hosts are: cores that are 80 % busy count as 80 %. A step without data is
+measured by --data-mode synthetic, or else estimated by the time in which the GPUs were busy. The
+network is the bandwidth of the training hosts or of the data hosts, whichever is less; all data is
+assumed to cross it. Each GPU has a rank, which receives as much per second as benchmarks/ has
+measured, unless another figure is given. If the CPU term and the largest of the others are within
+KNEE_PERCENT of each other, the step time is reported as exact to about KNEE only: of five published
+runs, four were off by up to 11 %, and one by 18 %. There are two bounds:
 
     at least: the training hosts prepare data beside the data hosts, as in the examples. CPU work
               includes the CPU time that the training itself needs.

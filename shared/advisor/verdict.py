@@ -212,8 +212,7 @@ def _without_price(
 def _cheaper(paying: pd.DataFrame, larger: pd.Series, floor: float) -> pd.DataFrame:
     """Choose those enough cheaper than a larger instance, even if only data hosts prepare data.
 
-    If a step without data was not measured, only the most that they could save is known: that is
-    no reason.
+    Without `floor`, only the most that they could save is known: that is no reason.
     """
     cost = paying["USD per hour"] / 3600 * paying["at most (ms)"]
     enough = cost < larger["USD per 1,000 steps"] * (1 - NEAR_PERCENT / 100)
