@@ -36,7 +36,7 @@ from shared import monitoring
 from shared.commands import reader_may_leave
 from shared.monitoring.describe import describe, instances_of
 from shared.monitoring.joblog import read_log
-from shared.prices import Price, cache_file, find, price_per_hour, refresh_prices
+from shared.prices import Price, cache_file, price_of, price_per_hour, refresh_prices
 
 __all__ = [
     "PUBLISHED",
@@ -150,7 +150,7 @@ def compare_runs(
         improvement is 1 - cost per step / the baseline's cost per step. The prices used, with their
         sources, are in the table's attrs["prices"].
     """
-    prices = {name: find(name, region, as_of) for run in runs.values() for name in run.instances}
+    prices = {n: price_of(n, region, as_of) for run in runs.values() for n in run.instances}
     rows = {label: _row(run, prices) for label, run in runs.items()}
     table = pd.DataFrame(rows).T.infer_objects()
     baseline = table.iloc[0]

@@ -132,7 +132,7 @@ def preparing_cores(job_name: str, cores: Mapping[str, int] | None = None) -> in
         if group["InstanceGroupName"] in trainers:
             found += count * int(logged(job_name, "spare_cores"))
         else:
-            found += count * (cores[kind] if cores else prices.find(kind).vcpus)
+            found += count * (cores[kind] if cores else prices.price_of(kind).vcpus)
     return found
 
 

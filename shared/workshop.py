@@ -32,7 +32,7 @@ WAITING = "Waiting for your answer: put it in place of None, and run this cell a
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Result:
     """The result of a check; `print` it."""
 
     right: bool
@@ -44,14 +44,14 @@ class Verdict:
 
 def check_waiting(
     waiting_percent: Any, held_up_by: Any, job_name: str, synthetic_job: str
-) -> Verdict:
+) -> Result:
     """Lab 1: how much of a step does the job spend waiting for data, and what holds it up?
 
     What holds it up follows from what data costs: a GPU, which runs behind Python, may be busy
     while Python waits.
     """
     if waiting_percent is None or held_up_by is None:
-        return Verdict(False, WAITING)
+        return Result(False, WAITING)
     if not is_number(waiting_percent):
         return _not_yet(f"waiting_percent must be a number such as 12.5, not {waiting_percent!r}.")
     if held_up_by not in ("data", "training"):
@@ -74,7 +74,7 @@ def check_waiting(
             "The percentage is right, but the conclusion is not: how much shorter is a step "
             f"without data? If by less than {WORTH_PERCENT} %, faster data would gain little."
         )
-    return Verdict(
+    return Result(
         True,
         f"Right: the job waits for {truth:.0f} % of a step (median of all {len(log.steps)} lines). "
         f"A step takes {log.step_ms:.1f} ms, and {log.without_data_ms:.1f} ms without data, so the "
@@ -82,16 +82,16 @@ def check_waiting(
     )
 
 
-def check_data_costs(costs_percent: Any, job_name: str, synthetic_job: str) -> Verdict:
+def check_data_costs(costs_percent: Any, job_name: str, synthetic_job: str) -> Result:
     """With TensorFlow: by what percentage would a step of the job be shorter without data?"""
     if costs_percent is None:
-        return Verdict(False, WAITING)
+        return Result(False, WAITING)
     if not is_number(costs_percent):
         return _not_yet(f"costs_percent must be a number such as 12.5, not {costs_percent!r}.")
     log = read_log(job_name, synthetic_job)
     truth = data_percent(log)
     if abs(costs_percent - truth) <= POINTS:
-        return Verdict(
+        return Result(
             True,
             f"Right: a step takes {log.step_ms:.1f} ms, and {log.without_data_ms:.1f} ms without "
             f"data, so data costs {truth:.0f} % of it. Answers within {POINTS} percentage points "
@@ -113,7 +113,7 @@ def check_prediction(
     heterogeneous_job: str,
     synthetic_job: str,
     cores: dict[str, int] | None,
-) -> Verdict:
+) -> Result:
     """Lab 2: how long is a step with `data_hosts` data hosts and HEAVIER times the work on data?
 
     Args:
@@ -125,7 +125,7 @@ def check_prediction(
             None on AWS.
     """
     if predicted_ms is None:
-        return Verdict(False, WAITING)
+        return Result(False, WAITING)
     if type(data_hosts) is not int or data_hosts < 1:
         return _not_yet(f"data_hosts must be a whole number, at least 1, not {data_hosts!r}.")
     if not is_number(predicted_ms):
@@ -144,7 +144,7 @@ def check_prediction(
     limit = max(limits, key=limits.__getitem__)
     truth = limits[limit]
     if abs(predicted_ms / truth - 1) <= PERCENT / 100:
-        return Verdict(
+        return Result(
             True,
             f"Right: by the formula it is {truth:.1f} ms, and the limit is {limit}. Answers within "
             f"{PERCENT} % are accepted. Now measure it.",
@@ -204,7 +204,7 @@ def kill(job_name: str, victim: str, group: str = "data_group", seconds: float =
     return datetime.now(timezone.utc)
 
 
-def check_ending(expected: str, job_name: str, killed_at: datetime, undisturbed: str) -> Verdict:
+def check_ending(expected: str, job_name: str, killed_at: datetime, undisturbed: str) -> Result:
     """Lab 3: did the job end as expected, and did the training miss a batch?
 
     The same batches in the same order give the same loss. So this compares the loss in each step
@@ -234,10 +234,10 @@ def check_ending(expected: str, job_name: str, killed_at: datetime, undisturbed:
         "Failed": " The launcher is its container's first process: what starts it again?",
     }
     hint = "" if right else hints.get(status, "")
-    return Verdict(right, f"{'Right' if right else 'No'}: {' '.join(told)}{hint}")
+    return Result(right, f"{'Right' if right else 'No'}: {' '.join(told)}{hint}")
 
 
-def check_state(state_bytes: Any, parameters: float) -> Verdict:
+def check_state(state_bytes: Any, parameters: float) -> Result:
     """Lab 4: how many bytes of state does rank 0 keep, with DDP and with FSDP, on RANKS ranks?
 
     Args:
@@ -245,7 +245,7 @@ def check_state(state_bytes: Any, parameters: float) -> Verdict:
         parameters: How many parameters the model has. Adam trains them, all in float32.
     """
     if state_bytes is None:
-        return Verdict(False, WAITING)
+        return Result(False, WAITING)
     if not is_number(parameters) or parameters < 1:
         return _not_yet(f"parameters must be the number in section 9, not {parameters!r}.")
     if not _is_table(state_bytes):
@@ -270,7 +270,7 @@ def check_state(state_bytes: Any, parameters: float) -> Verdict:
         return _not_yet("With DDP every rank has the whole model, however many ranks there are.")
     if not _close(state_bytes["fsdp"], [whole / ranks for ranks in RANKS]):
         return _not_yet("With FSDP each of N ranks keeps 1/N of all that a rank keeps with DDP.")
-    return Verdict(
+    return Result(
         True,
         f"Right: 16 bytes for each of {parameters:,.0f} parameters, which FSDP divides by the "
         f"number of ranks. Answers within {PERCENT} % are accepted. Now measure it.",
@@ -303,8 +303,8 @@ def _close(values: list[float], truth: list[float]) -> bool:
     return all(abs(value / right - 1) <= PERCENT / 100 for value, right in pairs)
 
 
-def _not_yet(hint: str) -> Verdict:
-    return Verdict(False, f"Not yet. {hint}")
+def _not_yet(hint: str) -> Result:
+    return Result(False, f"Not yet. {hint}")
 
 
 def _processes(job_name: str, host: str, victim: str) -> list[psutil.Process]:

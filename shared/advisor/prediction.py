@@ -181,12 +181,12 @@ def instance_types(
     known = prices.load()
     newest = {price.instance_type: price for price in known if isnan(price.usd_per_hour)}
     for name in {price.instance_type for price in known if price.region == region}:
-        newest[name] = prices.find(name, region)
+        newest[name] = prices.price_of(name, region)
     anywhere = {price.instance_type: price for price in known}
     for name in {instance_type, *(cores or {})} - newest.keys():
         if f"ml.{name}" in anywhere:
             raise ValueError(f"No training instance is called {name}: did you mean ml.{name}?")
-        other = anywhere.get(name) or prices.find(name)  # raises, and says which types are known
+        other = anywhere.get(name) or prices.price_of(name)  # raises; says which types are known
         newest[name] = replace(other, region="", usd_per_hour=nan, as_of="")
     types = pd.DataFrame(map(asdict, newest.values())).set_index("instance_type").sort_index()
     families = types.index.str.extract(r"^ml\.([^.]+)\.", expand=False)

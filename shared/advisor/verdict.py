@@ -65,7 +65,7 @@ def advise(
     table = predict(measured, types, data_hosts_only)
     inputs = _inputs(measured, types.loc[measured.instance_type])
     inputs["prices"] = f"SageMaker training on demand in {region}"
-    verdict, recommended, reasons = _judge(measured, types, table, region)
+    verdict, recommended, reasons = _decide(measured, types, table, region)
     if retired := types["retired"][measured.instance_type]:
         recommended = ""
         reasons.append(
@@ -75,7 +75,7 @@ def advise(
     return Advice(measured, verdict, recommended, reasons, inputs, data_hosts_only, types, table)
 
 
-def _judge(
+def _decide(
     measured: Measured, types: pd.DataFrame, table: pd.DataFrame, region: str
 ) -> tuple[str, str, list[str]]:
     """Go through the flowchart; return the verdict, the recommended instances, and the reasons."""

@@ -214,8 +214,8 @@ def idle_percent(seen: Observed) -> float:
     return min((percent for percent in known if not isnan(percent)), default=nan)
 
 
-def find(seen: Observed) -> dict[tuple[str, str], float]:
-    """Find the bottleneck by RULE: percent busy by (group, "CPU" or "GPU"); empty if none.
+def limits(seen: Observed) -> dict[tuple[str, str], float]:
+    """Find what limits a job, by RULE: percent busy by (group, "CPU" or "GPU"); empty if none.
 
     The result has either only CPUs, which are the bottleneck, or only GPUs, which are the limit.
     """
@@ -266,9 +266,9 @@ def missing(seen: Observed) -> str:
     return f"CPU values in CloudWatch: {', '.join(texts)} (on AWS {LATE})." if texts else ""
 
 
-def verdict(seen: Observed) -> str:
+def explain(seen: Observed) -> str:
     """Say in a few sentences what the bottleneck is."""
-    costs, most, found = data_percent(seen), idle_percent(seen), find(seen)
+    costs, most, found = data_percent(seen), idle_percent(seen), limits(seen)
     waits = f"; data costs {costs:.0f} % of a step"
     perhaps = "perhaps " if isnan(costs) else ""
     if isnan(costs):

@@ -67,17 +67,17 @@ def plot_job(job_name: str, synthetic_job: str | None = None) -> Figure:
     Raises:
         ValueError: there is no such job, or it has no log (yet).
     """
-    return plot(bottleneck.observe(job_name, synthetic_job))
+    return plot_observed(bottleneck.observe(job_name, synthetic_job))
 
 
-def plot(seen: bottleneck.Observed) -> Figure:
+def plot_observed(seen: bottleneck.Observed) -> Figure:
     """Draw what `bottleneck.observe` has read, as `plot_job` does."""
     hosts = bottleneck.averages(seen)
     rows = len(hosts) + (not seen.steps.empty)
     fig, grid = plt.subplots(
         rows, 1, figsize=(11, 2.2 + 1.4 * rows), sharex=True, squeeze=False, layout="constrained"
     )
-    panels, found = grid[:, 0], bottleneck.find(seen)
+    panels, found = grid[:, 0], bottleneck.limits(seen)
     for panel, (_, host) in zip(panels, hosts.iterrows(), strict=False):
         _draw_host(panel, host, seen, {unit for group, unit in found if group == host["group"]})
     if not seen.steps.empty:
@@ -96,9 +96,9 @@ def plot(seen: bottleneck.Observed) -> Figure:
         entries |= dict(zip(labels, handles, strict=True))
     legend = {"loc": "outside lower center", "ncols": 4, "fontsize": 11, "frameon": False}
     fig.legend(entries.values(), entries, title=bottleneck.RULE, title_fontsize=10, **legend)
-    clauses = bottleneck.verdict(seen).replace("; ", ";\n").splitlines()
-    verdict = "\n".join(textwrap.fill(clause, 100) for clause in clauses)
-    fig.suptitle(f"{seen.description['TrainingJobName']}\n{verdict}", fontsize=13)
+    clauses = bottleneck.explain(seen).replace("; ", ";\n").splitlines()
+    explained = "\n".join(textwrap.fill(clause, 100) for clause in clauses)
+    fig.suptitle(f"{seen.description['TrainingJobName']}\n{explained}", fontsize=13)
     plt.close(fig)  # the notebook draws the returned figure; left open, it would be drawn twice
     return fig
 
@@ -130,7 +130,7 @@ def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: 
         if pd.isna(percent):
             said.append(f"no values for its {unit}s during training")
         else:
-            said.append(f"{name} {percent:.0f} % busy{_judgement(looks, percent, marked, seen)}")
+            said.append(f"{name} {percent:.0f} % busy{_remark(looks, percent, marked, seen)}")
         colour, style = styles[looks]
         times = _elapsed(seen, values.index)
         panel.plot(times, values, style, color=colour, markersize=4, label=name)
@@ -151,7 +151,7 @@ def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: 
     panel.set_title(", ".join(said), loc="right", fontsize=12, **looks)
 
 
-def _judgement(unit: str, percent: float, marked: set[str], seen: bottleneck.Observed) -> str:
+def _remark(unit: str, percent: float, marked: set[str], seen: bottleneck.Observed) -> str:
     """Return what to add to the percentage, according to bottleneck.RULE."""
     costs, most = bottleneck.data_percent(seen), bottleneck.idle_percent(seen)
     if unit in marked:

@@ -78,7 +78,7 @@ def test_page_says_what_a_run_asks_for(name: str, target: str):
     dated = dict(re.findall(r"\((\w)\)\s+of\s+(\d{4}-\d\d-\d\d)", SECTION))
     for part, (kind, count) in zip(usd.split(" + "), largest.items(), strict=True):
         number, letter = re.fullmatch(r"(?:\d x )?([\d.]+) \((\w)\)", part).groups()
-        price = prices.find(kind)
+        price = prices.price_of(kind)
         assert part.startswith(f"{count} x ") or count == 1
         assert (float(number), dated[letter]) == (round(price.usd_per_hour, 3), price.as_of)
     model = boto3.client("sagemaker", region_name="us-east-1").meta.service_model

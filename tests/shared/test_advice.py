@@ -93,12 +93,12 @@ def test_data_hosts_have_to_be_worth_their_set_up(instance_type, floor, only, an
 @pytest.fixture
 def family(monkeypatch):
     """Know only the smallest g5, two larger ones with made-up prices, and one CPU type."""
-    small = prices.find("ml.g5.xlarge")
+    small = prices.price_of("ml.g5.xlarge")
     known = [
         small,
         replace(small, instance_type="ml.g5.2xlarge", vcpus=8, usd_per_hour=1.5),
         replace(small, instance_type="ml.g5.12xlarge", vcpus=48, gpus=4, usd_per_hour=7.0),
-        prices.find("ml.c5.9xlarge"),
+        prices.price_of("ml.c5.9xlarge"),
     ]
     monkeypatch.setattr(prices, "load", lambda: known)
 
@@ -133,7 +133,7 @@ def test_gpu_preprocessing_breaks_even_where_it_costs_the_same():
 
 
 def test_a_retired_type_is_history_and_never_proposed(monkeypatch):
-    p3, c5 = prices.find("ml.p3.2xlarge"), prices.find("ml.c5.9xlarge")
+    p3, c5 = prices.price_of("ml.p3.2xlarge"), prices.price_of("ml.c5.9xlarge")
     larger = replace(p3, instance_type="ml.p3.4xlarge", vcpus=64)  # made up, and cheap
     monkeypatch.setattr(prices, "load", lambda: [p3, larger, c5])
     advice = advisor.advise(Measured("ml.p3.2xlarge", 1193))
@@ -176,10 +176,10 @@ def test_without_a_price_it_names_the_fastest_clusters_and_when_they_pay(only):
         words,
     )
     count, step_ms, usd = int(found[1]), float(found[2]), float(found[3])
-    data_cores = count * prices.find(data_type).vcpus
+    data_cores = count * prices.price_of(data_type).vcpus
     expected = 192 * 192 / (data_cores if only else 192 + data_cores)
     assert step_ms == pytest.approx(max(80, expected), abs=0.05)
-    hourly = usd + count * prices.find(data_type).usd_per_hour
+    hourly = usd + count * prices.price_of(data_type).usd_per_hour
     assert usd * 192 == pytest.approx(hourly * step_ms, rel=1e-2)
     shown = report.shortlist(advisor.advise(replace(P5EN, without_data_ms=math.nan)))
     assert "ms a step, its cost is unknown without a price of ml.p5en" in shown

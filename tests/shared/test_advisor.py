@@ -183,8 +183,8 @@ def test_predicts_data_hosts_that_are_no_candidates():
     assert "1 x ml.p4d.24xlarge + 2 x ml.c5.18xlarge" not in set(names)  # one is enough
     found = advice.predict("ml.c5.18xlarge", 2)
     assert found["step time (ms)"] == 110
-    hourly = prices.find("ml.p4d.24xlarge").usd_per_hour
-    both = hourly + 2 * prices.find("ml.c5.18xlarge").usd_per_hour
+    hourly = prices.price_of("ml.p4d.24xlarge").usd_per_hour
+    both = hourly + 2 * prices.price_of("ml.c5.18xlarge").usd_per_hour
     assert found["improvement (%)"] == pytest.approx(100 * (1 - both * 110 / (hourly * 192)))
     assert not names.str.contains("c8i").any()  # it has no price
     found = advice.predict("ml.c8i.24xlarge", 1)
@@ -194,8 +194,8 @@ def test_predicts_data_hosts_that_are_no_candidates():
 
 
 def test_only_cpu_instances_help_and_unknown_clocks_count_as_equally_fast(monkeypatch):
-    trainer, c5 = prices.find("ml.g5.xlarge"), prices.find("ml.c5.9xlarge")
-    base = prices.find("ml.p4d.24xlarge")  # 3.0 GHz; 3.6 for the same processor in c5.24xlarge
+    trainer, c5 = prices.price_of("ml.g5.xlarge"), prices.price_of("ml.c5.9xlarge")
+    base = prices.price_of("ml.p4d.24xlarge")  # 3.0 GHz; 3.6 for the same processor in c5.24xlarge
     others = ["ml.c99.9xlarge", "ml.trn1.32xlarge", "ml.t3.medium"]  # none of them has GPUs
     known = [trainer, c5, base, *(replace(c5, instance_type=name) for name in others)]
     monkeypatch.setattr(prices, "load", lambda: known)

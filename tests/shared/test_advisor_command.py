@@ -74,7 +74,7 @@ def test_wrong_input_is_one_clear_sentence(capsys, arguments, sentence):
 
 
 def test_what_price_lists_and_aws_do_not_say_is_a_clear_sentence(monkeypatch, capsys):
-    unknown = replace(prices.find("ml.p4d.24xlarge"), instance_type="ml.p9.2xlarge", vcpus=0)
+    unknown = replace(prices.price_of("ml.p4d.24xlarge"), instance_type="ml.p9.2xlarge", vcpus=0)
     monkeypatch.setattr(prices, "load", lambda: [unknown])
     said = refusal(capsys, "--instance ml.p9.2xlarge --step-ms 100")
     assert "does not say how many vCPUs ml.p9.2xlarge has" in said

@@ -127,7 +127,7 @@ def test_the_command_prints_the_table_and_where_prices_are_from(two_jobs, capsys
     table = costs.compare({"local": "local", "service": "service"})
     assert costs.readable(table).to_string() in said
     for kind in ("ml.p3.2xlarge", "ml.c5.9xlarge"):
-        known = prices.find(kind)
+        known = prices.price_of(kind)
         price = f"USD {known.usd_per_hour} per hour as of {known.as_of}, {known.source}"
         assert f"{kind} in us-east-1: {price}" in said
 
