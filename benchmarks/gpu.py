@@ -55,7 +55,7 @@ ENDS = {"batches": 110, "ranks": 180, "feeding": 355}
 MOST_CORES = 16  # on larger machines, the others stay idle
 PHOTOS, CLASSES, RANK_STEPS = 32, 1000, 20
 WARM_UP, STEPS, SECONDS = 20, 60, 12.0  # of a loop, which is timed for at most so many seconds
-NOTHING = {"step_ms": math.nan, "accelerator_ms": math.nan, "verdict": ""}  # of `measured`
+NOTHING = {"step_ms": math.nan, "without_data_ms": math.nan, "verdict": ""}  # of `measured`
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
@@ -310,7 +310,7 @@ def feeding(setting: Setting, results: dict) -> None:
             cells = [step_ms, usual, 1e3 * setting.batch_size / step_ms]
             cells += [mean(found[each] or [math.nan]) for each in ("waits", "idle", "busy")]
             cells += [*found["cores"], step_ms - floors.setdefault(reads_loss, step_ms)]
-            costs = said["step_ms"] - said["accelerator_ms"]
+            costs = said["step_ms"] - said["without_data_ms"]
             cells += [costs, 100 * costs / said["step_ms"], said.get("cpu_percent", math.nan)]
             shown = ["" if math.isnan(cell) else f"{cell:.1f}" for cell in cells]
             yield [name, kind, *shown, said["verdict"]]

@@ -50,7 +50,7 @@ def price_region(instance_types: Iterable[str], region: str) -> str:
     """Return the region if we know the prices of all these types there, otherwise us-east-1."""
     try:
         for name in instance_types:
-            prices.find(name, region)
+            prices.price_of(name, region)
     except ValueError:
         return "us-east-1"
     return region

@@ -31,6 +31,7 @@ def numbers_in(lines: Iterable[str]) -> dict[str, Any]:
     """
     found = [start + rest for _, start, rest in (line.partition(NUMBERS) for line in lines)]
     text = next((text for text in reversed(found) if text), "")
+    text = text.replace('"accelerator_ms"', '"without_data_ms"')  # its name in older copies
     try:  # raw_decode ignores what follows on the line, such as a color code
         return json.JSONDecoder().raw_decode(text)[0]["measured"] if text else {}
     except ValueError:

@@ -35,7 +35,8 @@ from matplotlib.figure import Figure
 from shared import monitoring
 from shared.commands import reader_may_leave
 from shared.monitoring.describe import describe, instances_of
-from shared.prices import Price, cache_file, find, price_per_hour, refresh_prices
+from shared.monitoring.joblog import read_log
+from shared.prices import Price, cache_file, price_of, price_per_hour, refresh_prices
 
 __all__ = [
     "PUBLISHED",
@@ -101,25 +102,23 @@ def compare(
         synthetic_job: Name of the same job without data, to show what data costs of a step.
 
     Returns:
-        One row per job, with the columns of `compare_runs`. Times are medians over the step lines.
+        One row per job, with the columns of `compare_runs`. Step times are those of `read_log`.
 
     Raises:
         ValueError: a job is unknown, has not ended, was not billed or has logged no steps, or a
             price is unknown.
     """
-    runs, without_data_ms = {}, nan
-    if synthetic_job:
-        without_data_ms = monitoring.steps(synthetic_job)["step_time_ms"].median()
+    runs = {}
     for label, name in job_names.items():
-        description = _billed(name)
-        columns = ["step_time_ms", "data_wait_ms", "samples_per_s"]
+        description, log = _billed(name), read_log(name, synthetic_job)
         runs[label] = Run(
             instances_of(description["ResourceConfig"]),
-            without_data_ms=without_data_ms,
+            log.step_ms,
+            without_data_ms=log.without_data_ms,
             billable_s=description["BillableTimeInSeconds"],
             training_s=description.get("TrainingTimeInSeconds", nan),
             spot=description.get("EnableManagedSpotTraining", False),
-            **monitoring.steps(name).reindex(columns=columns).median(),
+            **log.steps.reindex(columns=["data_wait_ms", "samples_per_s"]).median(),
         )
     return compare_runs(runs, region or boto3.client("sagemaker").meta.region_name)
 
@@ -151,7 +150,7 @@ def compare_runs(
         improvement is 1 - cost per step / the baseline's cost per step. The prices used, with their
         sources, are in the table's attrs["prices"].
     """
-    prices = {name: find(name, region, as_of) for run in runs.values() for name in run.instances}
+    prices = {n: price_of(n, region, as_of) for run in runs.values() for n in run.instances}
     rows = {label: _row(run, prices) for label, run in runs.items()}
     table = pd.DataFrame(rows).T.infer_objects()
     baseline = table.iloc[0]

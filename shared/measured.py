@@ -302,26 +302,26 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
     if _rank() > 0:
         return
     step_ms, spread, cpu = _summary(real, steps)
-    floor_ms, floor_spread, floor_cpu = _summary(repeated, steps)
-    costs = max(0.0, 100 * (1 - floor_ms / step_ms))
+    without_data_ms, other_spread, other_cpu = _summary(repeated, steps)
+    costs = max(0.0, 100 * (1 - without_data_ms / step_ms))
     verdict = "CPU-bound: more vCPUs for each GPU make it faster"
     if round(costs) < WORTH_PERCENT:  # as it is printed
         verdict = "not CPU-bound: there is little to gain"
     elif round(cpu, 0) < BUSY_PERCENT:
         verdict = "not CPU-bound: check the number of data workers, the storage and the network"
-    use = "not known" if isnan(cpu + floor_cpu) else f"{cpu:.0f} %, without data {floor_cpu:.0f} %"
+    use = "not known" if isnan(cpu + other_cpu) else f"{cpu:.0f} %, without data {other_cpu:.0f} %"
     known_type, count, machine = _machine()
     if limit := _limit():  # the instance has more
         known_type, machine = "", f"{limit[0]:g} cores (the container's limit) of {machine}"
     source = f"Measured in one run on {machine}: medians of {len(repeated)} stretches of "
-    source += f"{steps} steps, {spread} with real batches, {floor_spread} with a repeated one"
-    numbers = {"step_ms": step_ms, "accelerator_ms": floor_ms, "training_cpu_percent": floor_cpu}
-    numbers |= {"cpu_percent": cpu, "instance_type": instance_type or known_type}
-    numbers |= {"count": count, "source": source}
+    source += f"{steps} steps, {spread} with real batches, {other_spread} with a repeated one"
+    numbers = {"step_ms": step_ms, "without_data_ms": without_data_ms}
+    numbers |= {"training_cpu_percent": other_cpu, "cpu_percent": cpu}
+    numbers |= {"instance_type": instance_type or known_type, "count": count, "source": source}
     line = json.dumps({"measured": {k: v for k, v in numbers.items() if v != "" and v == v}})  # nan
     print(
-        f"step time     {step_ms:.1f} ms ({spread})\nwithout data  {floor_ms:.1f} ms "
-        f"({floor_spread})\ndata costs    {costs:.0f} % of a step\nCPUs busy     {use}, on "
+        f"step time     {step_ms:.1f} ms ({spread})\nwithout data  {without_data_ms:.1f} ms "
+        f"({other_spread})\ndata costs    {costs:.0f} % of a step\nCPUs busy     {use}, on "
         f"{machine}\nverdict       {verdict}\n{_clusters(line)}\n{NOTICE}\n{line}",
         flush=True,
     )

@@ -1,24 +1,24 @@
 """How close does a heterogeneous job come to the best that its cores could give?
 
-    possible step = the larger of  the accelerator floor: the step time without data
+    possible step = the larger of  the step time without data
                                    the data's CPU work / all cores that prepare data
 
-Both come from what was known before the heterogeneous job ran: the floor and the CPU work from the
-homogeneous job (and the job without data beside it), the cores from the cluster. No time that the
-heterogeneous job has measured is part of it, or every job would come close to what it has reached.
+Both come from what was known before the heterogeneous job ran: the times from the homogeneous job
+(and the job without data beside it), the cores from the cluster. No time that the heterogeneous job
+has measured is part of it, or every job would come close to what it has reached.
 
 There is no verdict if the numbers contradict each other, or if other programs took the CPUs.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, nan
+from math import inf, isnan
 
 from shared import prices
-from shared.commands import numbers_in
-from shared.monitoring import bottleneck
+from shared.monitoring.bottleneck import QUIET_PERCENT, observe, others_percent
 from shared.monitoring.describe import describe
-from shared.monitoring.log import logged, logs, steps
+from shared.monitoring.joblog import read_log
+from shared.monitoring.log import logged, logs
 
 TOLERANCE = 1.05  # by so much, the times of two equal jobs may differ
 
@@ -30,7 +30,7 @@ class Outcome:
     Attributes:
         homogeneous_ms: Step time of the homogeneous job.
         heterogeneous_ms: Step time of the heterogeneous job.
-        floor_ms: Step time without data.
+        without_data_ms: Step time without data.
         work_ms: CPU time that a step's data takes on one core, in core-ms.
         cores: How many cores prepare data in the heterogeneous job.
         disturbed: Which jobs other programs have disturbed, and how; "" if none.
@@ -38,7 +38,7 @@ class Outcome:
 
     homogeneous_ms: float
     heterogeneous_ms: float
-    floor_ms: float
+    without_data_ms: float
     work_ms: float
     cores: float
     disturbed: str = ""
@@ -46,15 +46,15 @@ class Outcome:
     @property
     def possible_ms(self) -> float:
         """The step time that was possible."""
-        return max(self.floor_ms, self.work_ms / self.cores if self.cores else inf)
+        return max(self.without_data_ms, self.work_ms / self.cores if self.cores else inf)
 
     @property
     def problem(self) -> str:
         """Why the numbers allow no verdict; "" if they do."""
-        if self.floor_ms > TOLERANCE * self.homogeneous_ms:
+        if self.without_data_ms > TOLERANCE * self.homogeneous_ms:
             return (
-                f"without data a step took longer ({self.floor_ms:.1f} ms) than in the homogeneous "
-                f"job ({self.homogeneous_ms:.1f} ms)"
+                f"without data a step took longer ({self.without_data_ms:.1f} ms) than in the "
+                f"homogeneous job ({self.homogeneous_ms:.1f} ms)"
             )
         if TOLERANCE * self.heterogeneous_ms < self.possible_ms:
             return (
@@ -67,21 +67,17 @@ class Outcome:
         least = f"{self.work_ms / self.cores:.1f} ms" if self.cores else "no limit known"
         lines = [
             f"possible: {self.possible_ms:.1f} ms a step, the larger of two times:",
-            f"  {self.floor_ms:.1f} ms, a step without data",
+            f"  {self.without_data_ms:.1f} ms, a step without data",
             f"  {least}, the data's CPU work: {self.work_ms:.0f} core-ms / {self.cores:g} cores",
         ]
         gain = self.homogeneous_ms / self.heterogeneous_ms
         if self.problem:
-            return "\n".join(
-                [
-                    *lines,
-                    f"speed-up: {gain:.2f}; no verdict, because {self.problem}.",
-                    "Run the notebook again, on a machine that does nothing else.",
-                ]
-            )
-        most = max(gain, self.homogeneous_ms / self.possible_ms)
-        lines.append(f"speed-up: {gain:.2f} of at most {most:.2f}")
-        lines.append(f"          = {gain / most:.0%} of what was possible")
+            lines.append(f"speed-up: {gain:.2f}; no verdict, because {self.problem}.")
+            lines.append("Run the notebook again, on a machine that does nothing else.")
+        else:
+            most = max(gain, self.homogeneous_ms / self.possible_ms)
+            lines.append(f"speed-up: {gain:.2f} of at most {most:.2f}")
+            lines.append(f"          = {gain / most:.0%} of what was possible")
         return "\n".join(lines)
 
 
@@ -105,26 +101,21 @@ def judge(
         ValueError: a job is unknown or has logged no steps, the step time without data is unknown,
             or an instance type's vCPUs are.
     """
-    table, numbers = steps(homogeneous_job), numbers_in(x.text for x in logs(homogeneous_job))
-    step = numbers.get("step_ms", table["step_time_ms"].median())
-    floor = numbers.get("accelerator_ms", nan)
-    if synthetic_job:
-        floor = steps(synthetic_job)["step_time_ms"].median()
-    elif not numbers:
+    log = read_log(homogeneous_job, synthetic_job)
+    if isnan(log.without_data_ms):
         raise ValueError(
             f"How long a step of {homogeneous_job!r} takes without data is not known: give the name"
             " of the same job with --data-mode synthetic, or use measured.py in its script."
         )
-    samples = round((table["samples_per_s"] * table["step_time_ms"]).median() / 1000)
+    samples = round((log.steps["samples_per_s"] * log.steps["step_time_ms"]).median() / 1000)
     jobs = {"homogeneous": homogeneous_job, "heterogeneous": heterogeneous_job}
-    jobs |= {"data-free": synthetic_job} if synthetic_job else {}
     return Outcome(
-        step,
-        steps(heterogeneous_job)["step_time_ms"].median(),
-        floor,
+        log.step_ms,
+        read_log(heterogeneous_job).step_ms,
+        log.without_data_ms,
         samples * logged(homogeneous_job, "data_ms_per_sample"),
         preparing_cores(heterogeneous_job, cores),
-        _disturbed(jobs),
+        _disturbed(jobs | {"data-free": synthetic_job}),
     )
 
 
@@ -141,18 +132,13 @@ def preparing_cores(job_name: str, cores: Mapping[str, int] | None = None) -> in
         if group["InstanceGroupName"] in trainers:
             found += count * int(logged(job_name, "spare_cores"))
         else:
-            found += count * (cores[kind] if cores else prices.find(kind).vcpus)
+            found += count * (cores[kind] if cores else prices.price_of(kind).vcpus)
     return found
 
 
-def _disturbed(jobs: Mapping[str, str]) -> str:
+def _disturbed(jobs: Mapping[str, str | None]) -> str:
     """Say in which jobs other programs took more of the CPUs than QUIET_PERCENT."""
-    taken = {
-        label: bottleneck.others_percent(bottleneck.observe(name)) for label, name in jobs.items()
-    }
-    busy = [
-        f"{percent:.0f} % during the {label} job"
-        for label, percent in taken.items()
-        if percent > bottleneck.QUIET_PERCENT
-    ]
-    return f"other programs took CPU time: {', '.join(busy)}" if busy else ""
+    taken = {label: others_percent(observe(name)) for label, name in jobs.items() if name}
+    busy = {label: percent for label, percent in taken.items() if percent > QUIET_PERCENT}
+    named = ", ".join(f"{percent:.0f} % during the {label} job" for label, percent in busy.items())
+    return f"other programs took CPU time: {named}" if busy else ""

@@ -2,14 +2,14 @@
 
 prices.csv is a snapshot of on-demand prices of SageMaker *training*, without storage, data transfer
 and taxes. Each row has the source of its price and the date on which it was seen.
-`refresh_prices` gets today's prices from AWS and keeps them for this user; `find` returns the
-newest known price.
+`refresh_prices` gets today's prices from AWS and keeps them for this user; `price_of` returns
+the newest known price.
 
 The same rows describe the hardware, as AWS states it for the EC2 instance of the same name
 (DescribeInstanceTypes, as recorded in moto 5.2.5, moto/ec2/resources/instance_types.json.gz; p3,
 which is missing there, is from the AWS News Blog's post on P3,
 infoq.cn/article/j629I8X512fg8tuKd6ke). A network of "Up to 10 Gigabit" is 10 here. The last rows
-are types whose price we have not found: their price is nan, and `find` does not find them.
+are types whose price we have not found: their price is nan, and `price_of` does not find them.
 """
 
 import csv
@@ -85,7 +85,7 @@ def _read(file: Path, modified_ns: int) -> tuple[Price, ...]:
         raise ValueError(f"{file} is not a valid file of prices ({error}): delete it.") from None
 
 
-def find(instance_type: str, region: str = "us-east-1", as_of: str | None = None) -> Price:
+def price_of(instance_type: str, region: str = "us-east-1", as_of: str | None = None) -> Price:
     """Look up the newest price of one training instance.
 
     Args:
@@ -141,8 +141,8 @@ def _known(instance_type: str, prices: Iterable[Price]) -> str:
 def price_per_hour(
     instance_type: str, region: str = "us-east-1", as_of: str | None = None
 ) -> float:
-    """Like `find`, but return only the price, in US dollars per hour."""
-    return find(instance_type, region, as_of).usd_per_hour
+    """Like `price_of`, but return only the price, in US dollars per hour."""
+    return price_of(instance_type, region, as_of).usd_per_hour
 
 
 def refresh_prices(region: str) -> list[Price]:

@@ -13,12 +13,12 @@ from os import sched_getaffinity
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import psutil
 
 from shared.measured import WORTH_PERCENT
-from shared.monitoring.bottleneck import wait_percent
+from shared.monitoring.bottleneck import data_percent, wait_percent
 from shared.monitoring.describe import describe
+from shared.monitoring.joblog import read_log
 from shared.monitoring.log import GrowingLog, hosts_of, logged, step_table, steps
 
 POINTS = 10  # lab 1: an answer may be off by so many percentage points
@@ -32,7 +32,7 @@ WAITING = "Waiting for your answer: put it in place of None, and run this cell a
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Result:
     """The result of a check; `print` it."""
 
     right: bool
@@ -44,67 +44,61 @@ class Verdict:
 
 def check_waiting(
     waiting_percent: Any, held_up_by: Any, job_name: str, synthetic_job: str
-) -> Verdict:
+) -> Result:
     """Lab 1: how much of a step does the job spend waiting for data, and what holds it up?
 
     What holds it up follows from what data costs: a GPU, which runs behind Python, may be busy
     while Python waits.
     """
     if waiting_percent is None or held_up_by is None:
-        return Verdict(False, WAITING)
+        return Result(False, WAITING)
     if not is_number(waiting_percent):
         return _not_yet(f"waiting_percent must be a number such as 12.5, not {waiting_percent!r}.")
     if held_up_by not in ("data", "training"):
         return _not_yet(f"held_up_by must be 'data' or 'training', not {held_up_by!r}.")
-    table = steps(job_name)
-    truth = wait_percent(table)
+    log = read_log(job_name, synthetic_job)
+    truth = wait_percent(log.steps)
     is_other_part = abs(waiting_percent - (100 - truth)) < abs(waiting_percent - truth)
     if abs(waiting_percent - truth) > POINTS or is_other_part:
         if abs(waiting_percent - (100 - truth)) <= POINTS:
             hint = "That is the part of a step in which the job trains; what is the other part?"
         elif _is_fraction(waiting_percent, truth):
             hint = FRACTION
-        elif abs(waiting_percent - table["data_wait_ms"].median()) <= POINTS:
+        elif abs(waiting_percent - log.steps["data_wait_ms"].median()) <= POINTS:
             hint = "That is in milliseconds: what percentage of step_time_ms is it?"
         else:
             hint = "Divide data_wait_ms by step_time_ms, for a typical line of the log."
         return _not_yet(hint)
-    step, floor, costs = _data_costs(table, synthetic_job)
-    if held_up_by != ("data" if round(costs) >= WORTH_PERCENT else "training"):
+    if held_up_by != ("data" if round(data_percent(log)) >= WORTH_PERCENT else "training"):
         return _not_yet(
             "The percentage is right, but the conclusion is not: how much shorter is a step "
             f"without data? If by less than {WORTH_PERCENT} %, faster data would gain little."
         )
-    return Verdict(
+    return Result(
         True,
-        f"Right: the job waits for {truth:.0f} % of a step (median of all {len(table)} lines). A "
-        f"step takes {step:.1f} ms, and {floor:.1f} ms without data, so the {held_up_by} holds it "
-        f"up. Answers within {POINTS} points are accepted.",
+        f"Right: the job waits for {truth:.0f} % of a step (median of all {len(log.steps)} lines). "
+        f"A step takes {log.step_ms:.1f} ms, and {log.without_data_ms:.1f} ms without data, so the "
+        f"{held_up_by} holds it up. Answers within {POINTS} points are accepted.",
     )
 
 
-def _data_costs(table: pd.DataFrame, synthetic_job: str) -> tuple[float, float, float]:
-    """Return the step time, that without data, and what percentage of a step data costs."""
-    step, floor = (t["step_time_ms"].median() for t in (table, steps(synthetic_job)))
-    return step, floor, 100 * (1 - floor / step)
-
-
-def check_data_costs(costs_percent: Any, job_name: str, synthetic_job: str) -> Verdict:
+def check_data_costs(costs_percent: Any, job_name: str, synthetic_job: str) -> Result:
     """With TensorFlow: by what percentage would a step of the job be shorter without data?"""
     if costs_percent is None:
-        return Verdict(False, WAITING)
+        return Result(False, WAITING)
     if not is_number(costs_percent):
         return _not_yet(f"costs_percent must be a number such as 12.5, not {costs_percent!r}.")
-    table = steps(job_name)
-    step, floor, truth = _data_costs(table, synthetic_job)
+    log = read_log(job_name, synthetic_job)
+    truth = data_percent(log)
     if abs(costs_percent - truth) <= POINTS:
-        return Verdict(
+        return Result(
             True,
-            f"Right: a step takes {step:.1f} ms, and {floor:.1f} ms without data, so data costs "
-            f"{truth:.0f} % of it. Answers within {POINTS} percentage points are accepted.",
+            f"Right: a step takes {log.step_ms:.1f} ms, and {log.without_data_ms:.1f} ms without "
+            f"data, so data costs {truth:.0f} % of it. Answers within {POINTS} percentage points "
+            "are accepted.",
         )
     hint = "Compare the step time with that of the job without data."
-    if abs(costs_percent - wait_percent(table)) <= POINTS:
+    if abs(costs_percent - wait_percent(log.steps)) <= POINTS:
         hint = "That is the wait. Preparing data also takes cores away from the training."
     elif _is_fraction(costs_percent, truth):
         hint = FRACTION
@@ -119,7 +113,7 @@ def check_prediction(
     heterogeneous_job: str,
     synthetic_job: str,
     cores: dict[str, int] | None,
-) -> Verdict:
+) -> Result:
     """Lab 2: how long is a step with `data_hosts` data hosts and HEAVIER times the work on data?
 
     Args:
@@ -131,32 +125,34 @@ def check_prediction(
             None on AWS.
     """
     if predicted_ms is None:
-        return Verdict(False, WAITING)
+        return Result(False, WAITING)
     if type(data_hosts) is not int or data_hosts < 1:
         return _not_yet(f"data_hosts must be a whole number, at least 1, not {data_hosts!r}.")
     if not is_number(predicted_ms):
         return _not_yet(f"predicted_ms must be a number of milliseconds, not {predicted_ms!r}.")
-    table = steps(synthetic_job)
-    floor = table["step_time_ms"].median()
-    samples = round((table["samples_per_s"] * table["step_time_ms"]).median() / 1000)
+    log = read_log(synthetic_job)
+    without_data_ms = log.step_ms
+    samples = round((log.steps["samples_per_s"] * log.steps["step_time_ms"]).median() / 1000)
     work = HEAVIER * samples * logged(heterogeneous_job, "data_ms_per_sample")
     data_cores = data_hosts * int(logged(heterogeneous_job, "workers"))  # one per core
-    limits = {"the data cores": work / data_cores, "the accelerator": floor}
+    limits = {"the data cores": work / data_cores, "the accelerator": without_data_ms}
     if cores is not None:
         here = len(sched_getaffinity(0))
         trainer = describe(synthetic_job)["ResourceConfig"]["InstanceType"]
-        limits["all cores of this machine together"] = (work + floor * cores[trainer]) / here
+        all_work = work + without_data_ms * cores[trainer]
+        limits["all cores of this machine together"] = all_work / here
     limit = max(limits, key=limits.__getitem__)
     truth = limits[limit]
     if abs(predicted_ms / truth - 1) <= PERCENT / 100:
-        return Verdict(
+        return Result(
             True,
             f"Right: by the formula it is {truth:.1f} ms, and the limit is {limit}. Answers within "
             f"{PERCENT} % are accepted. Now measure it.",
         )
     reason = f"The limit is {limit}: only the time that this needs for one step counts."
-    if predicted_ms < floor:
-        reason = f"Without data a step takes {floor:.1f} ms: data hosts cannot make it shorter."
+    if predicted_ms < without_data_ms:
+        least = f"{without_data_ms:.1f} ms"
+        reason = f"Without data a step takes {least}: data hosts cannot make it shorter."
     elif abs(HEAVIER * predicted_ms / truth - 1) <= PERCENT / 100:
         reason = f"That is for the usual work, but now there is {HEAVIER} times as much."
     return _not_yet(reason)
@@ -208,7 +204,7 @@ def kill(job_name: str, victim: str, group: str = "data_group", seconds: float =
     return datetime.now(timezone.utc)
 
 
-def check_ending(expected: str, job_name: str, killed_at: datetime, undisturbed: str) -> Verdict:
+def check_ending(expected: str, job_name: str, killed_at: datetime, undisturbed: str) -> Result:
     """Lab 3: did the job end as expected, and did the training miss a batch?
 
     The same batches in the same order give the same loss. So this compares the loss in each step
@@ -238,10 +234,10 @@ def check_ending(expected: str, job_name: str, killed_at: datetime, undisturbed:
         "Failed": " The launcher is its container's first process: what starts it again?",
     }
     hint = "" if right else hints.get(status, "")
-    return Verdict(right, f"{'Right' if right else 'No'}: {' '.join(told)}{hint}")
+    return Result(right, f"{'Right' if right else 'No'}: {' '.join(told)}{hint}")
 
 
-def check_state(state_bytes: Any, parameters: float) -> Verdict:
+def check_state(state_bytes: Any, parameters: float) -> Result:
     """Lab 4: how many bytes of state does rank 0 keep, with DDP and with FSDP, on RANKS ranks?
 
     Args:
@@ -249,7 +245,7 @@ def check_state(state_bytes: Any, parameters: float) -> Verdict:
         parameters: How many parameters the model has. Adam trains them, all in float32.
     """
     if state_bytes is None:
-        return Verdict(False, WAITING)
+        return Result(False, WAITING)
     if not is_number(parameters) or parameters < 1:
         return _not_yet(f"parameters must be the number in section 9, not {parameters!r}.")
     if not _is_table(state_bytes):
@@ -274,7 +270,7 @@ def check_state(state_bytes: Any, parameters: float) -> Verdict:
         return _not_yet("With DDP every rank has the whole model, however many ranks there are.")
     if not _close(state_bytes["fsdp"], [whole / ranks for ranks in RANKS]):
         return _not_yet("With FSDP each of N ranks keeps 1/N of all that a rank keeps with DDP.")
-    return Verdict(
+    return Result(
         True,
         f"Right: 16 bytes for each of {parameters:,.0f} parameters, which FSDP divides by the "
         f"number of ranks. Answers within {PERCENT} % are accepted. Now measure it.",
@@ -307,8 +303,8 @@ def _close(values: list[float], truth: list[float]) -> bool:
     return all(abs(value / right - 1) <= PERCENT / 100 for value, right in pairs)
 
 
-def _not_yet(hint: str) -> Verdict:
-    return Verdict(False, f"Not yet. {hint}")
+def _not_yet(hint: str) -> Result:
+    return Result(False, f"Not yet. {hint}")
 
 
 def _processes(job_name: str, host: str, victim: str) -> list[psutil.Process]:

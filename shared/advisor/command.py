@@ -1,6 +1,6 @@
 """Should this training job go heterogeneous, and with which instances?
 
-    python -m shared.advisor --instance ml.p4d.24xlarge --step-ms 192 --accelerator-ms 80
+    python -m shared.advisor --instance ml.p4d.24xlarge --step-ms 192 --without-data-ms 80
     python -m shared.advisor --job NAME --synthetic-job NAME
     python -m shared.advisor --log FILE
 
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--instance", help="type of the training instances, such as ml.p4d.24xlarge")
     add("--count", type=int, help="number of training instances; default: 1")
     add("--step-ms", type=float, help="step time, including the wait for data")
-    add("--accelerator-ms", type=float, help="step time without data")
+    add("--without-data-ms", type=float, help="step time without data")
     add("--cpu-percent", type=float, help="how busy the CPUs are; 100 means all vCPUs")
     add("--mb-per-step", type=float, help="prepared data of a step, all ranks together, in MB")
     add("--rank-gb-per-s", type=float, help=f"GB/s a rank can receive; default: {RANK_GB_PER_S}")
@@ -60,7 +60,7 @@ def _measured(args: argparse.Namespace) -> Measured:
     sources = {
         "job": {"synthetic_job"},
         "log": {"instance", "count"},
-        "step_ms": {"instance", "count", "accelerator_ms", "cpu_percent"},
+        "step_ms": {"instance", "count", "without_data_ms", "cpu_percent"},
     }
     given = {name: value for name, value in vars(args).items() if value is not None}
     source = next((name for name in sources if name in given), "")
@@ -76,14 +76,14 @@ def _measured(args: argparse.Namespace) -> Measured:
         measured = measure(args.job, args.synthetic_job)
     elif source == "log":
         del numbers["log"]
-        measured = _read_log(args.log, numbers)
+        measured = _from_file(args.log, numbers)
     else:
         measured = Measured(**numbers)
     more = ("mb_per_step", "rank_gb_per_s", "kept_busy_percent")
     return replace(measured, **{name: given[name] for name in more if name in given})
 
 
-def _read_log(path: str, corrections: dict) -> Measured:
+def _from_file(path: str, corrections: dict) -> Measured:
     """Read the numbers that measured.py printed; the command line may override the instances."""
     with open(0 if path == "-" else path, errors="replace") as file:
         numbers = numbers_in(file)

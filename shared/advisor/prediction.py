@@ -1,20 +1,20 @@
 """Predict how long a step takes if a training job that waits for its CPUs gets more of them.
 
     step time = max(CPU work / (cores x speed, summed over the hosts that prepare data),
-                    accelerator floor,
+                    step without data,
                     data of a step / network,
                     data of a step / (ranks x what a rank receives per second))
 
 CPU work is the step time of the measured, homogeneous job times its cores, in core-ms. (On AWS,
 cores are vCPUs.) The formula is for jobs whose CPUs are the bottleneck. It assumes that the cores
 of other hosts are kept as busy as the measured ones, unless a heterogeneous run has shown how busy
-clusters with data hosts are: cores that are 80 % busy count as 80 %. The accelerator floor is the
-step time without data, which --data-mode synthetic measures. The network is the bandwidth of the
-training hosts or of the data hosts, whichever is less; all data is assumed to cross it. Each GPU
-has a rank, which receives as much per second as benchmarks/ has measured, unless another figure is
-given. If the CPU term and the largest of the others are within KNEE_PERCENT of each other, the step
-time is reported as exact to about KNEE only: of five published runs, four were off by up to 11 %,
-and one by 18 %. There are two bounds:
+clusters with data hosts are: cores that are 80 % busy count as 80 %. A step without data is
+measured by --data-mode synthetic, or else estimated by the time in which the GPUs were busy. The
+network is the bandwidth of the training hosts or of the data hosts, whichever is less; all data is
+assumed to cross it. Each GPU has a rank, which receives as much per second as benchmarks/ has
+measured, unless another figure is given. If the CPU term and the largest of the others are within
+KNEE_PERCENT of each other, the step time is reported as exact to about KNEE only: of five published
+runs, four were off by up to 11 %, and one by 18 %. There are two bounds:
 
     at least: the training hosts prepare data beside the data hosts, as in the examples. CPU work
               includes the CPU time that the training itself needs.
@@ -55,7 +55,7 @@ class Measured:
         instance_type: Type of the training instances, such as "ml.p4d.24xlarge".
         step_ms: Time of one step, including the wait for data.
         count: Number of training instances.
-        accelerator_ms: Step time without data.
+        without_data_ms: Step time without data.
         cpu_percent: How busy the CPUs were; 100 means all CPUs of all hosts.
         gpu_percent: How busy the GPUs were, likewise.
         training_cpu_percent: How busy the CPUs were without data, likewise.
@@ -71,7 +71,7 @@ class Measured:
     instance_type: str
     step_ms: float
     count: int = 1
-    accelerator_ms: float = nan
+    without_data_ms: float = nan
     cpu_percent: float = nan
     gpu_percent: float = nan
     training_cpu_percent: float = nan
@@ -81,7 +81,7 @@ class Measured:
     source: str = ""
 
     def __post_init__(self) -> None:
-        may_be_unknown = ("accelerator_ms", "mb_per_step", "kept_busy_percent")
+        may_be_unknown = ("without_data_ms", "mb_per_step", "kept_busy_percent")
         for name in ("step_ms", "count", "rank_gb_per_s", *may_be_unknown):
             value = getattr(self, name)
             unknown = isnan(value) and name in may_be_unknown
@@ -94,22 +94,22 @@ class Measured:
                     f"{name} is {value:g}, but must be from 0 to 100: here 100 means all vCPUs (or "
                     "GPUs) together, while CloudWatch counts 100 for each."
                 )
-        if self.accelerator_ms > self.step_ms:
+        if self.without_data_ms > self.step_ms:
             raise ValueError(
-                f"accelerator_ms ({self.accelerator_ms:g}) is above step_ms ({self.step_ms:g}): "
+                f"without_data_ms ({self.without_data_ms:g}) is above step_ms ({self.step_ms:g}): "
                 "a step cannot take longer without data. Are they swapped, or from different jobs?"
             )
 
     @property
     def floor_ms(self) -> float:
-        """The accelerator floor; if it was not measured, the time in which the GPUs were busy."""
-        if isnan(self.accelerator_ms):
+        """The least that a step takes: that without data, or, if unknown, that of the busy GPUs."""
+        if isnan(self.without_data_ms):
             return self.step_ms * self.gpu_percent / 100
-        return self.accelerator_ms
+        return self.without_data_ms
 
     @property
     def known_floor_ms(self) -> float:
-        """The accelerator floor; 0 if unknown."""
+        """Likewise; 0 if unknown."""
         return 0.0 if isnan(self.floor_ms) else self.floor_ms
 
     @property
@@ -125,7 +125,7 @@ class Measured:
     @property
     def training_share(self) -> float:
         """The training's own share of a step's CPU time, from 0 to 1; 0 if unknown."""
-        used = self.accelerator_ms * self.training_cpu_percent
+        used = self.without_data_ms * self.training_cpu_percent
         in_all = self.step_ms * self.busy_percent
         return 0.0 if isnan(used) or not in_all else min(1.0, used / in_all)
 
@@ -181,12 +181,12 @@ def instance_types(
     known = prices.load()
     newest = {price.instance_type: price for price in known if isnan(price.usd_per_hour)}
     for name in {price.instance_type for price in known if price.region == region}:
-        newest[name] = prices.find(name, region)
+        newest[name] = prices.price_of(name, region)
     anywhere = {price.instance_type: price for price in known}
     for name in {instance_type, *(cores or {})} - newest.keys():
         if f"ml.{name}" in anywhere:
             raise ValueError(f"No training instance is called {name}: did you mean ml.{name}?")
-        other = anywhere.get(name) or prices.find(name)  # raises, and says which types are known
+        other = anywhere.get(name) or prices.price_of(name)  # raises; says which types are known
         newest[name] = replace(other, region="", usd_per_hour=nan, as_of="")
     types = pd.DataFrame(map(asdict, newest.values())).set_index("instance_type").sort_index()
     families = types.index.str.extract(r"^ml\.([^.]+)\.", expand=False)

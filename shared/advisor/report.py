@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # `plot` imports it: images for training lack it
 STAY, SCALE_UP, GO = "stay", "scale up", "go heterogeneous"
 ELSEWHERE, ON_GPU = "look elsewhere", "preprocess on the GPU"
 MOST_LABELS = 8  # in the figure
-FORMULA = "step time = max(CPU work / (cores x speed), accelerator floor, network, ranks)"
+FORMULA = "step time = max(CPU work / (cores x speed), step without data, network, ranks)"
 
 
 @dataclass(frozen=True, repr=False)
@@ -228,7 +228,7 @@ def _columns(table: pd.DataFrame) -> list[str]:
 
 
 def plot(advice: Advice, note: str = "", runs: dict[str, Any] | None = None) -> "Figure":
-    """Draw cost against step time: the candidates, the frontier, and the accelerator floor.
+    """Draw cost against step time: the candidates, the frontier, and a step without data.
 
     Args:
         advice: From `advise`.
@@ -255,7 +255,7 @@ def plot(advice: Advice, note: str = "", runs: dict[str, Any] | None = None) -> 
     axes.plot(best[x], best[y], color=HETEROGENEOUS, lw=12, alpha=0.3, label="frontier")
     axes.scatter(best[x], best[y], s=250, color=HETEROGENEOUS, alpha=0.3, lw=0)
     if not isnan(advice.measured.floor_ms):
-        axes.axvline(advice.measured.floor_ms, color="0.35", ls="--", label="accelerator floor")
+        axes.axvline(advice.measured.floor_ms, color="0.35", ls="--", label="a step without data")
     looks = {"measured": ("s", 70, HOMOGENEOUS, 3), "scale up": ("^", 90, HOMOGENEOUS, 4)}
     for kind, points in table.groupby("kind", sort=False):
         marker, size, colour, layer = looks.get(kind, ("o", 25, HETEROGENEOUS, 3))

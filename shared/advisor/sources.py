@@ -16,8 +16,8 @@ def from_numbers(numbers: Mapping[str, Any]) -> Measured:
         ValueError: a number is missing, unknown or out of range.
     """
     try:
-        floor, note = _floor(numbers["step_ms"], numbers["accelerator_ms"])
-        new = {"accelerator_ms": floor, "source": numbers.get("source", "") + note}
+        without_data_ms, note = _plausible(numbers["step_ms"], numbers["without_data_ms"])
+        new = {"without_data_ms": without_data_ms, "source": numbers.get("source", "") + note}
         for name in {"cpu_percent", "training_cpu_percent"} & numbers.keys():
             new[name] = min(numbers[name], 100.0)  # older copies of measured.py did not clip it
         return Measured(**{**numbers, **new})
@@ -25,17 +25,17 @@ def from_numbers(numbers: Mapping[str, Any]) -> Measured:
         raise ValueError(f"measured.py does not print such numbers: {dict(numbers)}.") from None
 
 
-def _floor(step_ms: float, accelerator_ms: float) -> tuple[float, str]:
+def _plausible(step_ms: float, without_data_ms: float) -> tuple[float, str]:
     """Return the step time without data, at most `step_ms`, and a note if it was clearly longer.
 
-    Only noise or a mistake can make it longer.
+    Only noise or a mistake can make it longer. nan stays nan.
     """
-    if accelerator_ms <= 1.05 * step_ms:
-        return min(accelerator_ms, step_ms), ""
-    return step_ms, (
-        f", whose steps were longer, {accelerator_ms:,.0f} ms, and count as equally long: either "
-        "the machine was busy with other things, or the two are swapped"
-    )
+    if without_data_ms > 1.05 * step_ms:
+        return step_ms, (
+            f", whose steps were longer, {without_data_ms:,.0f} ms, and count as equally long: "
+            "either the machine was busy with other things, or the two are swapped"
+        )
+    return min(without_data_ms, step_ms), ""
 
 
 def measure(job_name: str, synthetic_job: str | None = None) -> Measured:
@@ -44,7 +44,7 @@ def measure(job_name: str, synthetic_job: str | None = None) -> Measured:
     Args:
         job_name: A homogeneous job that has ended. Its step time is the median of its step lines.
             If its script used measured.py, all numbers are those that measured.py printed.
-        synthetic_job: The same job with --data-mode synthetic, for the accelerator floor.
+        synthetic_job: The same job with --data-mode synthetic, for the step time without data.
 
     Raises:
         ValueError: there is no such job, or it is running, has failed, is heterogeneous, or has
@@ -52,6 +52,7 @@ def measure(job_name: str, synthetic_job: str | None = None) -> Measured:
     """
     # Imported here: images for training lack packages that it needs, but may use measured.py.
     from shared import monitoring
+    from shared.monitoring.joblog import read_log
 
     group = instance_type, count = _instances(job_name)
     lines = [line.text for line in monitoring.logs(job_name)]
@@ -65,27 +66,19 @@ def measure(job_name: str, synthetic_job: str | None = None) -> Measured:
         raise ValueError(
             f"{job_name!r} used measured.py, but its log has no result: look there for the reason."
         )
-    step_ms, use = _read_job(job_name)
-    accelerator_ms, without_data, source = nan, {"CPU": nan}, f"Job {job_name}"
+    if synthetic_job and (other := _instances(synthetic_job)) != group:
+        raise ValueError(
+            f"{job_name!r} ran on {group}, but {synthetic_job!r} ran on {other}: run both on the "
+            "same instances."
+        )
+    log, (cpu, gpu) = read_log(job_name, synthetic_job), _use(job_name)
+    without_data_ms, note = _plausible(log.step_ms, log.without_data_ms)
+    training_cpu, source = nan, f"Job {job_name}"
     if synthetic_job:
-        other = _instances(synthetic_job)
-        if other != group:
-            raise ValueError(
-                f"{job_name!r} ran on {group}, but {synthetic_job!r} ran on {other}: run both on "
-                "the same instances."
-            )
-        accelerator_ms, without_data = _read_job(synthetic_job)
-        accelerator_ms, note = _floor(step_ms, accelerator_ms)
+        training_cpu, _ = _use(synthetic_job)
         source += f"; without data, job {synthetic_job}{note}"
     return Measured(
-        instance_type,
-        step_ms,
-        count,
-        accelerator_ms,
-        use["CPU"],
-        use["GPU"],
-        without_data["CPU"],
-        source=source,
+        instance_type, log.step_ms, count, without_data_ms, cpu, gpu, training_cpu, source=source
     )
 
 
@@ -106,11 +99,10 @@ def _instances(name: str) -> tuple[str, int]:
     return next(iter(instances.items()))
 
 
-def _read_job(name: str) -> tuple[float, dict[str, float]]:
-    """Return the median step time in ms, and how busy the CPUs and GPUs were in percent."""
+def _use(name: str) -> tuple[float, float]:
+    """Return how busy a job's CPUs and GPUs were, in percent."""
     from shared import monitoring
 
-    step_ms = float(monitoring.steps(name)["step_time_ms"].median())
     table = monitoring.utilisation(name).reindex(columns=["CPU (%)", "GPU (%)"])
     use = table.mean(skipna=False).clip(upper=100)  # all hosts have the same type
-    return step_ms, {unit: float(use[f"{unit} (%)"]) for unit in ("CPU", "GPU")}
+    return float(use["CPU (%)"]), float(use["GPU (%)"])

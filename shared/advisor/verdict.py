@@ -35,10 +35,10 @@ from shared.advisor.report import (
 )
 from shared.measured import BUSY_PERCENT, WORTH_PERCENT
 
-HOW_MANY = "How many data hosts you need is not known without the accelerator floor."
+HOW_MANY = "How many data hosts you need is known once a step without data is measured."
 NEXT_SIZE = (
-    "It is the next larger size: whether a still larger one would help is not known without the "
-    "accelerator floor."
+    "It is the next larger size: whether a still larger one would help is known once a "
+    "step without data is measured."
 )
 
 
@@ -65,7 +65,7 @@ def advise(
     table = predict(measured, types, data_hosts_only)
     inputs = _inputs(measured, types.loc[measured.instance_type])
     inputs["prices"] = f"SageMaker training on demand in {region}"
-    verdict, recommended, reasons = _judge(measured, types, table, region)
+    verdict, recommended, reasons = _decide(measured, types, table, region)
     if retired := types["retired"][measured.instance_type]:
         recommended = ""
         reasons.append(
@@ -75,7 +75,7 @@ def advise(
     return Advice(measured, verdict, recommended, reasons, inputs, data_hosts_only, types, table)
 
 
-def _judge(
+def _decide(
     measured: Measured, types: pd.DataFrame, table: pd.DataFrame, region: str
 ) -> tuple[str, str, list[str]]:
     """Go through the flowchart; return the verdict, the recommended instances, and the reasons."""
@@ -212,7 +212,7 @@ def _without_price(
 def _cheaper(paying: pd.DataFrame, larger: pd.Series, floor: float) -> pd.DataFrame:
     """Choose those enough cheaper than a larger instance, even if only data hosts prepare data.
 
-    Without the accelerator floor, only the most that they could save is known: that is no reason.
+    Without `floor`, only the most that they could save is known: that is no reason.
     """
     cost = paying["USD per hour"] / 3600 * paying["at most (ms)"]
     enough = cost < larger["USD per 1,000 steps"] * (1 - NEAR_PERCENT / 100)
@@ -250,8 +250,8 @@ def _inputs(measured: Measured, trainer: pd.Series) -> dict[str, str]:
     hosts = f"{measured.count} x {trainer['cores']} cores"
     work, data_work = measured.cpu_work(trainer["cores"])
     floor = "not known, taken as 0"
-    if not isnan(measured.accelerator_ms):
-        floor = f"{measured.floor_ms:,.1f} ms, the step time without data"
+    if not isnan(measured.without_data_ms):
+        floor = f"{measured.floor_ms:,.1f} ms"
     elif not isnan(measured.gpu_percent):
         floor = (
             f"{measured.floor_ms:,.1f} ms = {measured.step_ms:,.1f} ms x {measured.gpu_percent:g} %"
@@ -261,7 +261,7 @@ def _inputs(measured: Measured, trainer: pd.Series) -> dict[str, str]:
         "measured": f"{measured.count} x {measured.instance_type}, {measured.step_ms:,.1f} ms",
         "CPU work": f"{work:,.0f} core-ms = {measured.step_ms:,.1f} ms x {hosts}",
         "on data only": f"{data_work:,.0f} core-ms, the same: the training's share is not known",
-        "accelerator floor": floor,
+        "step without data": floor,
         "network": "not known, taken as no limit",
     }
     cpu = measured.busy_percent
@@ -272,8 +272,8 @@ def _inputs(measured: Measured, trainer: pd.Series) -> dict[str, str]:
         )
     if measured.training_share:
         inputs["on data only"] = (
-            f"{data_work:,.0f} core-ms = {work:,.0f} core-ms x (1 - {measured.accelerator_ms:,.1f} "
-            f"ms x {measured.training_cpu_percent:.1f} % / ({measured.step_ms:,.1f} ms x {cpu:.1f} "
+            f"{data_work:,.0f} core-ms = {work:,.0f} core-ms x (1 - {measured.floor_ms:,.1f} ms x "
+            f"{measured.training_cpu_percent:.1f} % / ({measured.step_ms:,.1f} ms x {cpu:.1f} "
             "%)), by the use of the CPUs without data and with it"
         )
     if not isnan(measured.mb_per_step):

@@ -1,8 +1,8 @@
 """Monitor a training job: its status, its log, how busy its hosts are, its step time, figures.
 
-describe.py asks SageMaker, log.py reads the hosts' logs, bottleneck.py computes how busy the hosts
-are and finds the bottleneck, figures.py draws the result, and command.py has the command
-`python -m shared.monitoring`.
+describe.py asks SageMaker, log.py reads the hosts' logs, joblog.py decides how long a job's steps
+take, bottleneck.py computes how busy the hosts are and finds the bottleneck, figures.py draws the
+result, and command.py has the command `python -m shared.monitoring`.
 """
 
 from shared.monitoring.bottleneck import utilisation

@@ -9,7 +9,7 @@ type. Hosts that share a core, with each other or with other programs, cannot re
 no GPU: if an instance type has one, the host's cores stand in for it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from math import isnan, nan
 from operator import methodcaller
@@ -18,10 +18,10 @@ from typing import Any
 import pandas as pd
 
 from shared import prices
-from shared.commands import numbers_in
 from shared.measured import BUSY_PERCENT, WORTH_PERCENT
 from shared.monitoring.describe import ask, describe
-from shared.monitoring.log import hosts_of, logs, step_table, steps
+from shared.monitoring.joblog import JobLog, read_log
+from shared.monitoring.log import hosts_of
 
 UNITS = {"CPU": "vcpus", "GPU": "gpus"}  # CloudWatch's names, and those in prices.csv
 OTHERS = "other programs"  # in place of a host's name: the CPU use of this machine's other programs
@@ -38,35 +38,24 @@ UNKNOWN = "What data costs is not known: `measured` finds it (docs/when.md)."
 
 
 @dataclass(frozen=True)
-class Observed:
-    """All that is known about a training job at one time.
+class Observed(JobLog):
+    """All that is known about a training job at one time: what its log tells, and its hosts' use.
 
     Attributes:
         description: DescribeTrainingJob's response.
-        start: Time (UTC) of the first line of the log.
-        end: Time (UTC) of the last line of the log.
-        steps: The table that `log.steps` returns; empty if the log has no step lines.
         hosts: One row per host: group, host, instance type, vcpus and gpus. The last two are nan
             if the instance type is not in prices.csv.
         use: Utilisation in percent of the instance, as a series over time (UTC), by (host, "CPU"
             or "GPU"). A series is empty if CloudWatch has no values. Its values are nan if the
             number of vCPUs or GPUs is not known, or is 0.
-        without_data_ms: Step time of the same job without data, from another job, or from the
-            line that measured.py printed in this one; nan if not known.
-        with_data_ms: The step time to compare it with; nan if that is the median of `steps`.
         others: The CPU use of other programs on this machine, in percent of all its cores, over
             time. Empty for jobs on AWS.
     """
 
     description: dict[str, Any]
-    start: datetime
-    end: datetime
-    steps: pd.DataFrame
     hosts: pd.DataFrame
     use: dict[tuple[str, str], pd.Series]
-    without_data_ms: float = nan
-    with_data_ms: float = nan
-    others: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
+    others: pd.Series
 
     def plays_gpu(self, host: str) -> bool:
         """Whether the host is local, and its cores stand in for the GPU of its instance type.
@@ -85,29 +74,27 @@ def observe(job_name: str, synthetic_job: str | None = None) -> Observed:
     Raises:
         ValueError: there is no such job, or it has no log (yet).
     """
-    description, lines = describe(job_name), logs(job_name)
-    numbers = numbers_in(line.text for line in lines)
-    pair = numbers.get("accelerator_ms", nan), numbers.get("step_ms", nan)
-    if synthetic_job:
-        pair = steps(synthetic_job)["step_time_ms"].median(), nan
+    description, log = describe(job_name), read_log(job_name, synthetic_job, needs_steps=False)
     config = description["ResourceConfig"]
     sizes = {price.instance_type: (price.vcpus or nan, price.gpus) for price in prices.load()}
     groups = config.get("InstanceGroups") or []
     types = {group["InstanceGroupName"]: group["InstanceType"] for group in groups}
     hosts = []
-    for group, host in hosts_of(lines):
+    for group, host in hosts_of(log.lines):
         kind = types.get(group) or config.get("InstanceType") or "unknown"
         vcpus, gpus = sizes.get(kind, (nan, nan))
         size = {"instance type": kind, "vcpus": vcpus, "gpus": gpus}
         hosts.append({"group": group, "host": host, **size})
-    start, end = lines[0].time, lines[-1].time
+    start, end = log.lines[0].time, log.lines[-1].time
     use = {
         (row["host"], unit): _use(f"{job_name}/{row['host']}", unit, row[count], start, end)
         for row in hosts
         for unit, count in UNITS.items()
     }
-    table, others = step_table(lines), _use(f"{job_name}/{OTHERS}", "CPU", 1, start, end)
-    return Observed(description, start, end, table, pd.DataFrame(hosts), use, *pair, others)
+    others = _use(f"{job_name}/{OTHERS}", "CPU", 1, start, end)
+    return Observed(
+        **vars(log), description=description, hosts=pd.DataFrame(hosts), use=use, others=others
+    )
 
 
 def _use(host: str, unit: str, count: float, start: datetime, end: datetime) -> pd.Series:
@@ -211,14 +198,10 @@ def wait_percent(steps: pd.DataFrame) -> float:
     return 100 * steps["data_wait_ms"].median() / steps["step_time_ms"].median()
 
 
-def data_percent(seen: Observed) -> float:
-    """Compute what percentage of a step data costs; nan if the step time without it is unknown."""
-    if isnan(seen.without_data_ms):
-        return nan
-    step_ms = seen.with_data_ms
-    if isnan(step_ms):
-        step_ms = seen.steps["step_time_ms"].median()
-    return max(0.0, 100 * (1 - seen.without_data_ms / step_ms))
+def data_percent(log: JobLog) -> float:
+    """Compute what percentage of a step data costs; nan if a step time is unknown."""
+    costs = 100 * (1 - log.without_data_ms / log.step_ms)
+    return costs if isnan(costs) else max(0.0, costs)
 
 
 def idle_percent(seen: Observed) -> float:
@@ -231,8 +214,8 @@ def idle_percent(seen: Observed) -> float:
     return min((percent for percent in known if not isnan(percent)), default=nan)
 
 
-def find(seen: Observed) -> dict[tuple[str, str], float]:
-    """Find the bottleneck by RULE: percent busy by (group, "CPU" or "GPU"); empty if none.
+def limits(seen: Observed) -> dict[tuple[str, str], float]:
+    """Find what limits a job, by RULE: percent busy by (group, "CPU" or "GPU"); empty if none.
 
     The result has either only CPUs, which are the bottleneck, or only GPUs, which are the limit.
     """
@@ -272,7 +255,7 @@ def missing(seen: Observed) -> str:
 
     A host's last period may have no value, so the last value may be two periods before the end.
     """
-    end = seen.end if seen.steps.empty else seen.steps["time"].iloc[-1]
+    end = seen.lines[-1].time if seen.steps.empty else seen.steps["time"].iloc[-1]
     texts = []
     for host in seen.hosts["host"]:
         times = seen.use[host, "CPU"].index.to_series()
@@ -283,9 +266,9 @@ def missing(seen: Observed) -> str:
     return f"CPU values in CloudWatch: {', '.join(texts)} (on AWS {LATE})." if texts else ""
 
 
-def verdict(seen: Observed) -> str:
+def explain(seen: Observed) -> str:
     """Say in a few sentences what the bottleneck is."""
-    costs, most, found = data_percent(seen), idle_percent(seen), find(seen)
+    costs, most, found = data_percent(seen), idle_percent(seen), limits(seen)
     waits = f"; data costs {costs:.0f} % of a step"
     perhaps = "perhaps " if isnan(costs) else ""
     if isnan(costs):

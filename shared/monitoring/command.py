@@ -56,7 +56,7 @@ def _report(job_name: str, figure: str | None) -> None:
     seen = bottleneck.observe(job_name)
     if figure:
         try:
-            figures.plot(seen).savefig(figure, dpi=120)
+            figures.plot_observed(seen).savefig(figure, dpi=120)
         except (OSError, ValueError) as error:
             raise ValueError(f"The figure cannot be written to {figure!r}: {error}.") from None
     table = bottleneck.averages(seen).round(1)
@@ -71,6 +71,6 @@ def _report(job_name: str, figure: str | None) -> None:
             if key in seen.steps
         ]
         print(f"{', '.join(medians)} (medians; step lines: {len(seen.steps)})")
-    print(bottleneck.verdict(seen))
+    print(bottleneck.explain(seen))
     if figure:
         print(f"The figure is in {figure}.")

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from shared.monitoring import bottleneck
+from shared.monitoring.joblog import read_log
 from shared.monitoring.log import steps
 
 # The same in all figures. Four of Okabe and Ito's colours, which are safe for colour-blind people.
@@ -28,14 +29,14 @@ def plot_steps(job_names: Mapping[str, str], synthetic_job: str | None = None) -
             which runs behind Python, may not wait at all.
     """
     fig, panels = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True, layout="constrained")
-    costs, floor = "Python's wait for data (a GPU waits at most so long)", 0.0
+    costs, without_data_ms = "Python's wait for data (a GPU waits at most so long)", 0.0
     if synthetic_job:
-        costs, floor = "Time that data costs", steps(synthetic_job)["step_time_ms"].median()
-        panels[0].axhline(floor, color="0.35", ls="--", label="a step without data")
+        costs, without_data_ms = "Time that data costs", read_log(synthetic_job).step_ms
+        panels[0].axhline(without_data_ms, color="0.35", ls="--", label="a step without data")
     for i, (label, job_name) in enumerate(job_names.items()):
         table = steps(job_name)
-        longer = (table["step_time_ms"] - floor).clip(lower=0)
-        table["costs"] = longer if floor else table.get("data_wait_ms")
+        longer = (table["step_time_ms"] - without_data_ms).clip(lower=0)
+        table["costs"] = longer if synthetic_job else table.get("data_wait_ms")
         for panel, column in zip(panels, ("step_time_ms", "costs"), strict=True):
             colour = (HOMOGENEOUS, HETEROGENEOUS, TRAINING, DATA)[i % 4]
             if not table[column].isna().all():  # the user's script may not log its data wait
@@ -66,17 +67,17 @@ def plot_job(job_name: str, synthetic_job: str | None = None) -> Figure:
     Raises:
         ValueError: there is no such job, or it has no log (yet).
     """
-    return plot(bottleneck.observe(job_name, synthetic_job))
+    return plot_observed(bottleneck.observe(job_name, synthetic_job))
 
 
-def plot(seen: bottleneck.Observed) -> Figure:
+def plot_observed(seen: bottleneck.Observed) -> Figure:
     """Draw what `bottleneck.observe` has read, as `plot_job` does."""
     hosts = bottleneck.averages(seen)
     rows = len(hosts) + (not seen.steps.empty)
     fig, grid = plt.subplots(
         rows, 1, figsize=(11, 2.2 + 1.4 * rows), sharex=True, squeeze=False, layout="constrained"
     )
-    panels, found = grid[:, 0], bottleneck.find(seen)
+    panels, found = grid[:, 0], bottleneck.limits(seen)
     for panel, (_, host) in zip(panels, hosts.iterrows(), strict=False):
         _draw_host(panel, host, seen, {unit for group, unit in found if group == host["group"]})
     if not seen.steps.empty:
@@ -95,29 +96,26 @@ def plot(seen: bottleneck.Observed) -> Figure:
         entries |= dict(zip(labels, handles, strict=True))
     legend = {"loc": "outside lower center", "ncols": 4, "fontsize": 11, "frameon": False}
     fig.legend(entries.values(), entries, title=bottleneck.RULE, title_fontsize=10, **legend)
-    clauses = bottleneck.verdict(seen).replace("; ", ";\n").splitlines()
-    verdict = "\n".join(textwrap.fill(clause, 100) for clause in clauses)
-    fig.suptitle(f"{seen.description['TrainingJobName']}\n{verdict}", fontsize=13)
+    clauses = bottleneck.explain(seen).replace("; ", ";\n").splitlines()
+    explained = "\n".join(textwrap.fill(clause, 100) for clause in clauses)
+    fig.suptitle(f"{seen.description['TrainingJobName']}\n{explained}", fontsize=13)
     plt.close(fig)  # the notebook draws the returned figure; left open, it would be drawn twice
     return fig
 
 
 def _is_long(seen: bottleneck.Observed) -> bool:
-    return seen.end - seen.start > timedelta(minutes=10)
+    return seen.lines[-1].time - seen.lines[0].time > timedelta(minutes=10)
 
 
 def _elapsed(seen: bottleneck.Observed, times: pd.Series | pd.Index) -> pd.Index:
     """Convert times to seconds since the first line of the log; for a long job, to minutes."""
-    return (pd.Index(times) - seen.start).total_seconds() / (60 if _is_long(seen) else 1)
+    return (pd.Index(times) - seen.lines[0].time).total_seconds() / (60 if _is_long(seen) else 1)
 
 
 def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: set[str]) -> None:
     """Draw one host's CPUs and GPUs over time, with their averages, and mark the limit."""
-    said, plays, nothing = (
-        [],
-        seen.plays_gpu(host["host"]),
-        "CloudWatch has no values for this host.",
-    )
+    said, plays = [], seen.plays_gpu(host["host"])
+    nothing = "CloudWatch has no values for this host."
     styles = {"CPU": (DATA, "o-"), "GPU": (TRAINING, "s--")}
     for unit in bottleneck.UNITS:
         values, percent = seen.use[host["host"], unit], host[f"{unit} (%)"]
@@ -132,7 +130,7 @@ def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: 
         if pd.isna(percent):
             said.append(f"no values for its {unit}s during training")
         else:
-            said.append(f"{name} {percent:.0f} % busy{_judgement(looks, percent, marked, seen)}")
+            said.append(f"{name} {percent:.0f} % busy{_remark(looks, percent, marked, seen)}")
         colour, style = styles[looks]
         times = _elapsed(seen, values.index)
         panel.plot(times, values, style, color=colour, markersize=4, label=name)
@@ -153,7 +151,7 @@ def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: 
     panel.set_title(", ".join(said), loc="right", fontsize=12, **looks)
 
 
-def _judgement(unit: str, percent: float, marked: set[str], seen: bottleneck.Observed) -> str:
+def _remark(unit: str, percent: float, marked: set[str], seen: bottleneck.Observed) -> str:
     """Return what to add to the percentage, according to bottleneck.RULE."""
     costs, most = bottleneck.data_percent(seen), bottleneck.idle_percent(seen)
     if unit in marked:
@@ -184,7 +182,7 @@ def _draw_steps(panel: Axes, seen: bottleneck.Observed) -> None:
     said, costs = f"median {median:.1f} ms", bottleneck.data_percent(seen)
     if not pd.isna(seen.without_data_ms):
         panel.axhline(seen.without_data_ms, color="0.35", ls="--", label="a step without data")
-        compared = "" if pd.isna(seen.with_data_ms) else f"; measured: {seen.with_data_ms:.1f} ms"
+        compared = "" if seen.step_ms == median else f"; measured: {seen.step_ms:.1f} ms"
         said += f"{compared}, {seen.without_data_ms:.1f} without data: data costs {costs:.0f} %"
     elif not pd.isna(most := bottleneck.idle_percent(seen)):
         said += f", at most {most:.0f} % of it waiting for data"

@@ -309,7 +309,7 @@ def _show_columns(blocks: list[list[str]]) -> None:
     display({"text/plain": text, "text/html": html}, raw=True)
 
 
-def steps(job_name: str) -> pd.DataFrame:
+def steps(job_name: str, lines: list[LogLine] | None = None) -> pd.DataFrame:
     """Collect the step lines of a training job's log: those with step=... and step_time_ms=...
 
     A step line may contain anything else. Each key=number in it becomes a column. A number is
@@ -330,7 +330,7 @@ def steps(job_name: str) -> pd.DataFrame:
     Raises:
         ValueError: the job has no log, or the log has no step line that can be read.
     """
-    table = step_table(logs(job_name))
+    table = step_table(lines or logs(job_name))
     if table.empty:
         raise ValueError(
             f"The log of training job {job_name!r} has no step lines ('step=... step_time_ms=...'):"

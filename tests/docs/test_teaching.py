@@ -11,7 +11,7 @@ from helpers.pages import PYTORCH_NOTEBOOK, ROOT, TENSORFLOW_NOTEBOOK
 pytestmark = pytest.mark.quick
 PRINTED = {
     "core_ms": r"on data only +(\d+) core-ms",
-    "floor": r"accelerator floor +([\d.]+) ms",
+    "floor": r"step without data +([\d.]+) ms",
     "before, after": r"step time \(ms\) +([\d.]+) +([\d.]+)",
     "wait": r"data wait \(ms\) +([\d.]+)",
     "percent": r"data wait \(%\) +(\d+) %",

@@ -78,7 +78,7 @@ def test_page_says_what_a_run_asks_for(name: str, target: str):
     dated = dict(re.findall(r"\((\w)\)\s+of\s+(\d{4}-\d\d-\d\d)", SECTION))
     for part, (kind, count) in zip(usd.split(" + "), largest.items(), strict=True):
         number, letter = re.fullmatch(r"(?:\d x )?([\d.]+) \((\w)\)", part).groups()
-        price = prices.find(kind)
+        price = prices.price_of(kind)
         assert part.startswith(f"{count} x ") or count == 1
         assert (float(number), dated[letter]) == (round(price.usd_per_hour, 3), price.as_of)
     model = boto3.client("sagemaker", region_name="us-east-1").meta.service_model
@@ -94,7 +94,7 @@ def test_the_pytorch_notebook_s_data_hosts_cost_less_than_a_larger_instance():
     samples, each = re.search(r"([\d,]+) samples x\s+([\d.]+) ms on two cores", SECTION).groups()
     step_ms = int(samples.replace(",", "")) * float(each) / 2
     # The floor is a guess; both clusters take longer.
-    advice = advisor.advise(advisor.Measured("ml.g5.xlarge", step_ms, accelerator_ms=20))
+    advice = advisor.advise(advisor.Measured("ml.g5.xlarge", step_ms, without_data_ms=20))
     usd = advice.candidates.set_index("instances")["USD per 1,000 steps"]
     larger = usd[usd.index.str.startswith("1 x ml.g5.") & ~usd.index.str.contains(r"\+")].min()
     assert larger == usd["1 x ml.g5.16xlarge"]

@@ -12,10 +12,10 @@ from shared.advisor import report, verdict
 from shared.advisor.prediction import Measured
 from shared.advisor.verdict import ELSEWHERE, GO, ON_GPU, SCALE_UP, STAY
 
-P4D = Measured("ml.p4d.24xlarge", 192, accelerator_ms=80)
+P4D = Measured("ml.p4d.24xlarge", 192, without_data_ms=80)
 P5EN = replace(P4D, instance_type="ml.p5en.48xlarge")  # has no price
-G5 = Measured("ml.g5.xlarge", 200, accelerator_ms=60)
-G6E = Measured("ml.g6e.2xlarge", 420, accelerator_ms=260, cpu_percent=96)
+G5 = Measured("ml.g5.xlarge", 200, without_data_ms=60)
+G6E = Measured("ml.g6e.2xlarge", 420, without_data_ms=260, cpu_percent=96)
 RANKS = "The limit is how much data the ranks can receive"
 
 
@@ -31,32 +31,32 @@ def short(advice: advisor.Advice) -> tuple[str, list[str]]:
 
 
 ANSWERS = [  # a job, the verdict, and words of what is recommended or of the reasons
-    (replace(P4D, accelerator_ms=185), STAY, "data costs 4 % of it"),
-    (replace(P4D, accelerator_ms=math.nan, gpu_percent=95), STAY, "data costs 5 % of it"),
+    (replace(P4D, without_data_ms=185), STAY, "data costs 4 % of it"),
+    (replace(P4D, without_data_ms=math.nan, gpu_percent=95), STAY, "data costs 5 % of it"),
     (replace(P4D, cpu_percent=40), ELSEWHERE, "only 40 % busy"),
     (replace(P4D, cpu_percent=97), GO, "the CPUs are 97 % busy"),
     (P4D, GO, "CPU use is not known"),
-    (replace(P4D, accelerator_ms=math.nan), GO, "so predicted step times may be too low"),
+    (replace(P4D, without_data_ms=math.nan), GO, "so predicted step times may be too low"),
     (replace(P4D, mb_per_step=9000), ON_GPU, "No data hosts make it cheaper"),
     (replace(P4D, instance_type="ml.trn1.32xlarge"), GO, "1 x ml.trn1.32xlarge + "),
     # Rounding does not contradict the verdict.
     (replace(P4D, cpu_percent=79.4), ELSEWHERE, "only 79 % busy"),
     (replace(P4D, cpu_percent=79.9), GO, "CPU-bound (the CPUs are 80 % busy)"),
-    (replace(P4D, accelerator_ms=172.9), GO, "data costs 10 % of it. CPU-bound"),
-    (replace(P4D, accelerator_ms=174), STAY, "data costs 9 % of it. Not CPU-bound"),
+    (replace(P4D, without_data_ms=172.9), GO, "data costs 10 % of it. CPU-bound"),
+    (replace(P4D, without_data_ms=174), STAY, "data costs 9 % of it. Not CPU-bound"),
     # Some types have no price, or only one in another region.
     (P5EN, GO, "No price of ml.p5en.48xlarge in us-east-1 is known, so the costs are not known"),
     (replace(P4D, instance_type="ml.p5.4xlarge"), GO, "No price of ml.p5.4xlarge in us-east-1 is"),
     (replace(P5EN, mb_per_step=2000), ON_GPU, "No data hosts make it faster."),
-    (replace(P5EN, accelerator_ms=math.nan), GO, verdict.HOW_MANY),
+    (replace(P5EN, without_data_ms=math.nan), GO, verdict.HOW_MANY),
     (replace(P4D, instance_type="ml.g7e.2xlarge"), GO, "first: 1 x ml.g7e.4xlarge, 1 x ml.g7e.8xl"),
     # The ranks may be the limit of what it recommends, or leave nothing to recommend.
     (replace(P4D, mb_per_step=600), GO, RANKS),
     (replace(P5EN, mb_per_step=600), GO, RANKS),
     (replace(P4D, mb_per_step=1233), ON_GPU, RANKS),
     # Without a floor, it scales up by one size only.
-    (replace(G5, accelerator_ms=math.nan), SCALE_UP, "1 x ml.g5.2xlarge: "),
-    (replace(G5, accelerator_ms=math.nan), SCALE_UP, verdict.NEXT_SIZE),
+    (replace(G5, without_data_ms=math.nan), SCALE_UP, "1 x ml.g5.2xlarge: "),
+    (replace(G5, without_data_ms=math.nan), SCALE_UP, verdict.NEXT_SIZE),
     # A larger instance wins unless data hosts are cheaper for sure.
     (G6E, SCALE_UP, "1 x ml.g6e.4xlarge: "),
     (G6E, SCALE_UP, "at most 420.0 ms a step"),
@@ -80,7 +80,7 @@ def test_verdict(job, answer, words):
     ],
 )
 def test_data_hosts_have_to_be_worth_their_set_up(instance_type, floor, only, answer):
-    job = Measured(instance_type, 100, accelerator_ms=floor)
+    job = Measured(instance_type, 100, without_data_ms=floor)
     advice = advisor.advise(job, data_hosts_only=only)
     assert advice.verdict == answer and advice.candidates["improvement (%)"].max() > 0
     if answer == GO:
@@ -93,12 +93,12 @@ def test_data_hosts_have_to_be_worth_their_set_up(instance_type, floor, only, an
 @pytest.fixture
 def family(monkeypatch):
     """Know only the smallest g5, two larger ones with made-up prices, and one CPU type."""
-    small = prices.find("ml.g5.xlarge")
+    small = prices.price_of("ml.g5.xlarge")
     known = [
         small,
         replace(small, instance_type="ml.g5.2xlarge", vcpus=8, usd_per_hour=1.5),
         replace(small, instance_type="ml.g5.12xlarge", vcpus=48, gpus=4, usd_per_hour=7.0),
-        prices.find("ml.c5.9xlarge"),
+        prices.price_of("ml.c5.9xlarge"),
     ]
     monkeypatch.setattr(prices, "load", lambda: known)
 
@@ -113,14 +113,14 @@ def test_a_larger_instance_wins_unless_data_hosts_are_cheaper_for_sure(family):
     assert "Data hosts are the alternative" in advice.reasons[-1]  # USD 54 for 1,000 steps, not 42
     assert list(report.worth_a_look(advice)["kind"]).count("scale up") == 1
 
-    advice = advisor.advise(replace(G5, accelerator_ms=20))  # data hosts can now reach 20 ms
+    advice = advisor.advise(replace(G5, without_data_ms=20))  # data hosts can now reach 20 ms
     data_hosts = "1 x ml.g5.xlarge + 1 x ml.c5.9xlarge"
     assert (advice.verdict, advice.recommended) == (GO, data_hosts)
     best = row(advice, data_hosts)
     at_most = best["USD per hour"] / 3600 * best["at most (ms)"]
     assert at_most < 0.95 * row(advice, "1 x ml.g5.2xlarge")["USD per 1,000 steps"]
     assert "A larger instance pays, but less than data hosts" in " ".join(advice.reasons)
-    unknown = advisor.advise(replace(G5, accelerator_ms=math.nan))  # they might not reach it
+    unknown = advisor.advise(replace(G5, without_data_ms=math.nan))  # they might not reach it
     assert unknown.verdict == SCALE_UP
 
 
@@ -133,7 +133,7 @@ def test_gpu_preprocessing_breaks_even_where_it_costs_the_same():
 
 
 def test_a_retired_type_is_history_and_never_proposed(monkeypatch):
-    p3, c5 = prices.find("ml.p3.2xlarge"), prices.find("ml.c5.9xlarge")
+    p3, c5 = prices.price_of("ml.p3.2xlarge"), prices.price_of("ml.c5.9xlarge")
     larger = replace(p3, instance_type="ml.p3.4xlarge", vcpus=64)  # made up, and cheap
     monkeypatch.setattr(prices, "load", lambda: [p3, larger, c5])
     advice = advisor.advise(Measured("ml.p3.2xlarge", 1193))
@@ -146,7 +146,7 @@ def test_a_retired_type_is_history_and_never_proposed(monkeypatch):
 
 
 def test_short_names_clusters_that_cost_less_and_what_to_measure():
-    text, named = short(advisor.advise(replace(G5, accelerator_ms=math.nan)))
+    text, named = short(advisor.advise(replace(G5, without_data_ms=math.nan)))
     assert "may be too low: measure a step without data first" in text
     assert [name for name in named if "+" not in name] == ["1 x ml.g5.2xlarge"]
     advice = advisor.advise(replace(G5, step_ms=100))
@@ -176,12 +176,12 @@ def test_without_a_price_it_names_the_fastest_clusters_and_when_they_pay(only):
         words,
     )
     count, step_ms, usd = int(found[1]), float(found[2]), float(found[3])
-    data_cores = count * prices.find(data_type).vcpus
+    data_cores = count * prices.price_of(data_type).vcpus
     expected = 192 * 192 / (data_cores if only else 192 + data_cores)
     assert step_ms == pytest.approx(max(80, expected), abs=0.05)
-    hourly = usd + count * prices.find(data_type).usd_per_hour
+    hourly = usd + count * prices.price_of(data_type).usd_per_hour
     assert usd * 192 == pytest.approx(hourly * step_ms, rel=1e-2)
-    shown = report.shortlist(advisor.advise(replace(P5EN, accelerator_ms=math.nan)))
+    shown = report.shortlist(advisor.advise(replace(P5EN, without_data_ms=math.nan)))
     assert "ms a step, its cost is unknown without a price of ml.p5en" in shown
 
 

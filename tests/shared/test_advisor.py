@@ -17,8 +17,8 @@ from shared.advisor.prediction import Measured
 from shared.advisor.verdict import GO, STAY
 from shared.local_sagemaker.cluster import INSTANCE_TYPES
 
-P4D = Measured("ml.p4d.24xlarge", 192, accelerator_ms=80)
-G5 = Measured("ml.g5.xlarge", 200, accelerator_ms=60)
+P4D = Measured("ml.p4d.24xlarge", 192, without_data_ms=80)
+G5 = Measured("ml.g5.xlarge", 200, without_data_ms=60)
 
 
 def row(advice: advisor.Advice, instances: str) -> pd.Series:
@@ -53,7 +53,7 @@ def test_predicts_the_published_heterogeneous_rows(framework, gpu, only, step_ms
 
 
 def test_bounds_are_the_formula_by_hand():
-    measured = Measured("ml.p4d.24xlarge", 192, accelerator_ms=70, training_cpu_percent=25)
+    measured = Measured("ml.p4d.24xlarge", 192, without_data_ms=70, training_cpu_percent=25)
     found = row(advisor.advise(measured), "1 x ml.p4d.24xlarge + 1 x ml.c5.18xlarge")
     data_cores = 72  # a base and a turbo clock are not compared
     assert found["at least (ms)"] == pytest.approx(192 * 96 / (96 + data_cores))
@@ -67,7 +67,7 @@ def test_bounds_are_the_formula_by_hand():
 
 
 def test_training_share_is_of_the_cpu_time():
-    known = {"accelerator_ms": 50, "training_cpu_percent": 30}
+    known = {"without_data_ms": 50, "training_cpu_percent": 30}
     assert Measured("any", 100, **known, cpu_percent=60).training_share == pytest.approx(0.25)
     assert Measured("any", 100, **known).training_share == pytest.approx(0.15)  # of 100 %
     assert Measured("any", 100, **known, cpu_percent=10).training_share == 1  # not more than all
@@ -129,7 +129,7 @@ def printed_tables(text: str) -> tuple[dict[str, list[str]], list[list[str]]]:
 def test_every_number_can_be_computed_from_what_is_printed(measured):
     text = repr(advisor.advise(measured))
     work = float(re.search(r"^CPU work +([\d,]+) core-ms", text, re.M)[1].replace(",", ""))
-    floor = float(re.search(r"^accelerator floor +([\d.]+) ms", text, re.M)[1])
+    floor = float(re.search(r"^step without data +([\d.]+) ms", text, re.M)[1])
     parts = re.search(r"core-ms = ([\d.]+) ms x (\d) x (\d+) cores", text).groups()
     assert work == pytest.approx(math.prod(map(float, parts)), rel=1e-3)
     types, clusters = printed_tables(text)
@@ -173,18 +173,18 @@ def test_frontier_is_what_no_other_beats():
     alike = shown[["step time (ms)", "USD per 1,000 steps"]].round(6)
     assert len(shown) > 3 and not alike.duplicated().any()
     assert "1 x ml.p4d.24xlarge + 2 x ml.c5.18xlarge" in set(shown["instances"])  # not 4 x c5.9xl
-    shown = report.worth_a_look(advisor.advise(replace(P4D, accelerator_ms=math.nan)))
+    shown = report.worth_a_look(advisor.advise(replace(P4D, without_data_ms=math.nan)))
     assert set(shown["data hosts"]) == {0, 1}  # without a floor
 
 
 def test_predicts_data_hosts_that_are_no_candidates():
-    advice = advisor.advise(Measured("ml.p4d.24xlarge", 192, accelerator_ms=110))
+    advice = advisor.advise(Measured("ml.p4d.24xlarge", 192, without_data_ms=110))
     names = advice.candidates["instances"]
     assert "1 x ml.p4d.24xlarge + 2 x ml.c5.18xlarge" not in set(names)  # one is enough
     found = advice.predict("ml.c5.18xlarge", 2)
     assert found["step time (ms)"] == 110
-    hourly = prices.find("ml.p4d.24xlarge").usd_per_hour
-    both = hourly + 2 * prices.find("ml.c5.18xlarge").usd_per_hour
+    hourly = prices.price_of("ml.p4d.24xlarge").usd_per_hour
+    both = hourly + 2 * prices.price_of("ml.c5.18xlarge").usd_per_hour
     assert found["improvement (%)"] == pytest.approx(100 * (1 - both * 110 / (hourly * 192)))
     assert not names.str.contains("c8i").any()  # it has no price
     found = advice.predict("ml.c8i.24xlarge", 1)
@@ -194,8 +194,8 @@ def test_predicts_data_hosts_that_are_no_candidates():
 
 
 def test_only_cpu_instances_help_and_unknown_clocks_count_as_equally_fast(monkeypatch):
-    trainer, c5 = prices.find("ml.g5.xlarge"), prices.find("ml.c5.9xlarge")
-    base = prices.find("ml.p4d.24xlarge")  # 3.0 GHz; 3.6 for the same processor in c5.24xlarge
+    trainer, c5 = prices.price_of("ml.g5.xlarge"), prices.price_of("ml.c5.9xlarge")
+    base = prices.price_of("ml.p4d.24xlarge")  # 3.0 GHz; 3.6 for the same processor in c5.24xlarge
     others = ["ml.c99.9xlarge", "ml.trn1.32xlarge", "ml.t3.medium"]  # none of them has GPUs
     known = [trainer, c5, base, *(replace(c5, instance_type=name) for name in others)]
     monkeypatch.setattr(prices, "load", lambda: known)
@@ -243,7 +243,7 @@ def test_figure_names_what_matters_without_overlap(tmp_path):
             (G5, {}),
             (Measured("ml.p3.2xlarge", 1193), {"data_hosts_only": True}),
             (
-                Measured("ml.p3.2xlarge", 124, accelerator_ms=63, training_cpu_percent=99),
+                Measured("ml.p3.2xlarge", 124, without_data_ms=63, training_cpu_percent=99),
                 {"cores": {"ml.p3.2xlarge": 1, "ml.c5.9xlarge": 1}},
             ),
         ]

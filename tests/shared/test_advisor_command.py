@@ -16,8 +16,8 @@ from helpers.jobs import ROOT, TWO_GROUPS
 from shared import advisor, prices
 from shared.measured import NOTICE
 
-P4D = "--instance ml.p4d.24xlarge --step-ms 192 --accelerator-ms 80"
-NUMBERS = {"step_ms": 400.0, "accelerator_ms": 100.0, "count": 1, "source": "Measured in one run"}
+P4D = "--instance ml.p4d.24xlarge --step-ms 192 --without-data-ms 80"
+NUMBERS = {"step_ms": 400.0, "without_data_ms": 100.0, "count": 1, "source": "Measured in one run"}
 NUMBERS |= {"instance_type": "ml.p4d.24xlarge"}
 LINE = json.dumps({"measured": NUMBERS})
 
@@ -42,8 +42,8 @@ def refusal(capsys, arguments: str) -> str:
     [
         ("--instance ml.p4d.24xlarge --step-ms -192", "step_ms is -192, but must be a positive"),
         ("--instance ml.p4d.24xlarge --step-ms nan", "step_ms is nan, but must be a positive"),
-        (P4D + " --accelerator-ms -80", "accelerator_ms is -80, but must be a positive number"),
-        (P4D + " --accelerator-ms 200", r"accelerator_ms \(200\) is above step_ms \(192\)"),
+        (P4D + " --without-data-ms -80", "without_data_ms is -80, but must be a positive number"),
+        (P4D + " --without-data-ms 200", r"without_data_ms \(200\) is above step_ms \(192\)"),
         (P4D + " --cpu-percent 9600", "cpu_percent is 9600, but must be from 0 to 100"),
         (P4D + " --mb-per-step 0", "mb_per_step is 0, but must be a positive number"),
         (P4D + " --rank-gb-per-s 0", "rank_gb_per_s is 0, but must be a positive number"),
@@ -62,8 +62,8 @@ def refusal(capsys, arguments: str) -> str:
         ("--instance ml.x9.large --step-ms 9", "No price of 'ml.x9.large' is known"),
         ("--instance ml.c5.9xlarge --step-ms 9", "ml.c5.9xlarge has no GPU"),
         (P4D + " --synthetic-job any", "--step-ms cannot be combined with --synthetic-job"),
-        (P4D + " --job any", "--job cannot be combined with --accelerator-ms, --instance"),
-        ("--job any --accelerator-ms 80", "--job cannot be combined with --accelerator-ms"),
+        (P4D + " --job any", "--job cannot be combined with --instance, --step-ms"),
+        ("--job any --without-data-ms 80", "--job cannot be combined with --without-data-ms"),
         ("--step-ms 192", "--instance TYPE with --step-ms"),
         ("--instance ml.p4d.24xlarge", "--instance TYPE with --step-ms"),
         ("", "Give --job NAME, --log FILE, or --instance TYPE"),
@@ -74,7 +74,7 @@ def test_wrong_input_is_one_clear_sentence(capsys, arguments, sentence):
 
 
 def test_what_price_lists_and_aws_do_not_say_is_a_clear_sentence(monkeypatch, capsys):
-    unknown = replace(prices.find("ml.p4d.24xlarge"), instance_type="ml.p9.2xlarge", vcpus=0)
+    unknown = replace(prices.price_of("ml.p4d.24xlarge"), instance_type="ml.p9.2xlarge", vcpus=0)
     monkeypatch.setattr(prices, "load", lambda: [unknown])
     said = refusal(capsys, "--instance ml.p9.2xlarge --step-ms 100")
     assert "does not say how many vCPUs ml.p9.2xlarge has" in said
@@ -127,6 +127,9 @@ def test_reads_what_measured_has_printed_from_a_log(log, capsys):
     # A container may use more than its limit for a moment; older copies of measured.py say so.
     busy = json.dumps({"measured": NUMBERS | {"cpu_percent": 101.2, "training_cpu_percent": 100.4}})
     assert "the CPUs are 100 % busy" in run(capsys, log(busy))
+    # They also call the step time without data accelerator_ms.
+    older = LINE.replace("without_data_ms", "accelerator_ms")
+    assert older != LINE and run(capsys, log(older)) == text
 
 
 def test_of_a_log_from_stdin_it_can_tell_the_verdict_and_three_clusters_alone():
@@ -197,7 +200,7 @@ def trained(jobs) -> dict[str, str]:
 def test_reads_its_numbers_from_jobs(trained, capsys):
     measured = advisor.measure(trained["homogeneous"], trained["synthetic"])
     assert (measured.instance_type, measured.count) == ("ml.g5.2xlarge", 1)
-    assert (measured.step_ms, measured.accelerator_ms) == (120, 60)
+    assert (measured.step_ms, measured.without_data_ms) == (120, 60)
     assert math.isnan(measured.gpu_percent)  # there is none here
     assert 0 < measured.cpu_percent <= 100 and 0 < measured.training_cpu_percent <= 100
     names = f"--job {trained['homogeneous']} --synthetic-job {trained['synthetic']}"
@@ -233,6 +236,6 @@ def test_a_job_that_cannot_tell_is_a_clear_sentence(trained, capsys, arguments, 
 def test_a_job_that_is_slower_without_data_does_not_wait_for_data(trained):
     """Otherwise a notebook would stop if its machine was busy with other things."""
     measured = advisor.measure(trained["synthetic"], trained["homogeneous"])
-    assert (measured.step_ms, measured.accelerator_ms) == (60, 60)
+    assert (measured.step_ms, measured.without_data_ms) == (60, 60)
     said = " ".join(repr(advisor.advise(measured)).split())
     assert "were longer, 120 ms, and count as equally long" in said and "are swapped." in said

@@ -189,11 +189,11 @@ def test_where_no_gpu_is_seen_the_cores_play_it(aws, data_group, floor, percent,
     assert f"median 200.0 ms, {floor}.0 without data: data costs" in step.get_title("right")
 
 
-def test_the_verdict_rests_on_what_measured_has_printed(aws):
+def test_the_bottleneck_rests_on_what_measured_has_printed(aws):
     """Python waits for 80 % of a step, but with its data there a step would be 5 % shorter."""
     put_job("job", PUBLISHED)
     put_attempt({"algo-2": ("dnn_group", [9500] * 6, [])}, [(200, 160)] * 5)
-    line = '{"measured": {"step_ms": 150, "accelerator_ms": 142.5}}'
+    line = '{"measured": {"step_ms": 150, "without_data_ms": 142.5}}'
     put_log("job", "algo-2", [line], at_s=400, start=START)
     figure = monitoring.plot_job("job")
     assert "Bottleneck: none; data costs 5 % of a step." in " ".join(figure.get_suptitle().split())

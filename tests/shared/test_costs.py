@@ -109,13 +109,25 @@ def test_with_the_job_without_data_it_is_known_what_data_costs(two_jobs):
     assert table.loc["homogeneous", "data wait (ms)"] == 66  # shown in the table only
 
 
+def test_step_times_are_those_that_measured_has_found(two_jobs):
+    """Some of the step lines of such a job are of repeated batches."""
+    put_log("local", "algo-1", ['{"measured": {"step_ms": 120, "without_data_ms": 30}}'], at_s=1)
+    table = costs.compare(two_jobs)
+    assert list(table["step time (ms)"]) == [120, 42]
+    assert table.loc["homogeneous", "step without data (ms)"] == 30
+    put_log("synthetic", "algo-1", step_lines((33, 0), (34, 0)))
+    table = costs.compare(two_jobs, synthetic_job="synthetic")
+    assert list(table["step time (ms)"]) == [120, 42]
+    assert list(table["step without data (ms)"]) == [33.5, 33.5]
+
+
 def test_the_command_prints_the_table_and_where_prices_are_from(two_jobs, capsys):
     assert costs.main(["local", "service"]) == 0
     said = capsys.readouterr().out
     table = costs.compare({"local": "local", "service": "service"})
     assert costs.readable(table).to_string() in said
     for kind in ("ml.p3.2xlarge", "ml.c5.9xlarge"):
-        known = prices.find(kind)
+        known = prices.price_of(kind)
         price = f"USD {known.usd_per_hour} per hour as of {known.as_of}, {known.source}"
         assert f"{kind} in us-east-1: {price}" in said
 

@@ -88,7 +88,7 @@ def test_measured_has_the_floor_too(aws):
     judge()
     with pytest.raises(ValueError, match="without data is not known: give the name"):
         outcome.judge("homogeneous", "heterogeneous", None, CORES)
-    line = '{"measured": {"step_ms": 200, "accelerator_ms": 80}}'
+    line = '{"measured": {"step_ms": 200, "without_data_ms": 80}}'
     put_log("homogeneous", "algo-1", [line], at_s=60, start=START)
     assert outcome.judge("homogeneous", "heterogeneous", None, CORES).possible_ms == 80
 

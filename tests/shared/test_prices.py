@@ -48,7 +48,7 @@ def test_types_without_a_price_are_not_found():
     }
     for row in rows:
         with pytest.raises(ValueError, match=f"No price of '{row.instance_type}' is known"):
-            prices.find(row.instance_type)
+            prices.price_of(row.instance_type)
 
 
 def test_types_have_what_ec2_says_of_them():
@@ -184,7 +184,7 @@ def test_refresh_reads_all_pages_and_passes_over_what_is_no_price_of_training(ca
     assert new.source == "AWS Price List API" and len(new.as_of) == len("2026-11-21")
     known = kept["ml.g5.xlarge"]  # prices.csv knows its hardware better
     assert (known.vcpus, known.gpus, known.gpu, known.network_gbps) == (4, 1, "A10G", 10)
-    for unknown in (kept["ml.new1.large"], prices.find("ml.new1.large", "eu-west-1")):
+    for unknown in (kept["ml.new1.large"], prices.price_of("ml.new1.large", "eu-west-1")):
         assert (unknown.vcpus, unknown.gpus, unknown.gpu) == (0, 0, "")
         assert math.isnan(unknown.memory_gib) and math.isnan(unknown.network_gbps)
     assert costs.price_per_hour("ml.c5.4xlarge", "eu-west-1") == 0.922

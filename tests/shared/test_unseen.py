@@ -101,7 +101,7 @@ def runs() -> Iterator[Run]:
     cores = {"ml.g5.xlarge": 1, "ml.c5.18xlarge": 1}
     for number, epochs in CACHEW.items():
         floor = 1000 * min(epochs.values())
-        alone = Measured("ml.g5.xlarge", 1000 * epochs[1], accelerator_ms=floor)
+        alone = Measured("ml.g5.xlarge", 1000 * epochs[1], without_data_ms=floor)
         for hosts in range(2, 7):
             name, seconds = f"Cachew, run {number}", epochs[hosts]
             unseen = "no: gives the floor" if seconds == min(epochs.values()) else "no: ±10 %"
@@ -184,7 +184,7 @@ def test_what_a_rank_takes_in_and_receives_is_what_was_measured():
 
 
 def test_the_limit_of_ranks_is_computed_from_what_they_receive():
-    measured = Measured("ml.p4d.24xlarge", 192, accelerator_ms=80, mb_per_step=1233)
+    measured = Measured("ml.p4d.24xlarge", 192, without_data_ms=80, mb_per_step=1233)
     ranks = verdict.advise(measured).inputs["ranks"]
     assert ranks.startswith("256.9 ms = 1233 MB / (8 ranks x 0.6 GB/s)")
     assert verdict.advise(replace(measured, rank_gb_per_s=3)).verdict == verdict.GO
@@ -193,13 +193,13 @@ def test_the_limit_of_ranks_is_computed_from_what_they_receive():
 def test_data_that_costs_more_to_receive_than_to_prepare_stays_where_it_is():
     cores = {"ml.g5.xlarge": 8, "ml.c5.4xlarge": 32}
     for megabytes, said in [(5, verdict.GO), (100, verdict.STAY)]:  # 9.3 or 161.3 of 160 core-ms
-        measured = Measured("ml.g5.xlarge", 20, accelerator_ms=10, mb_per_step=megabytes)
+        measured = Measured("ml.g5.xlarge", 20, without_data_ms=10, mb_per_step=megabytes)
         advice = verdict.advise(measured, cores=cores)
         assert advice.verdict == said
     assert "161.3 ms of the training hosts' CPU time" in advice.reasons[-1]
     larger = cores | {"ml.g5.2xlarge": 16}  # with it, no data hosts are needed
     assert verdict.advise(measured, cores=larger).verdict == verdict.SCALE_UP
-    tiny = Measured("ml.g5.xlarge", 0.15, accelerator_ms=0.05)  # 1.2 core-ms, and a batch's 1.3
+    tiny = Measured("ml.g5.xlarge", 0.15, without_data_ms=0.05)  # 1.2 core-ms, and a batch's 1.3
     assert verdict.advise(tiny, cores=cores).verdict == verdict.STAY
     advice = verdict.advise(tiny, cores=larger)
     assert advice.verdict == verdict.SCALE_UP and "alternative" not in " ".join(advice.reasons)
