@@ -44,7 +44,7 @@ from torch.nn.functional import cross_entropy, interpolate
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from feed import RemoteDataset
-from hetero.spare import run_when_idle
+from hetero.spare_cores import run_when_idle
 from parallel import join_ranks, leave_ranks, share_model
 
 sys.path.append(str(common.ROOT))

@@ -79,7 +79,7 @@ def main() -> None:
     found: dict[str, list[float]] = {"more": [], "longer": []}
     with data_host(1, "taskset", "--cpu-list", str(last)) as (far, _):
         for core, step, kind in ((first, accelerator, "more"), (last, cpu, "longer")):
-            # As hetero/spare.py runs it.
+            # As hetero/spare_cores.py runs it.
             idle = "taskset", "--cpu-list", str(core), "chrt", "--idle", "0"
             with data_host(1, *idle, address=OWN):
                 for _ in range(TIMES):

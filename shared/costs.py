@@ -27,13 +27,13 @@ from typing import Any
 
 import boto3
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 from botocore.exceptions import BotoCoreError, ClientError
 from matplotlib.figure import Figure
 
 from shared import monitoring
 from shared.commands import reader_may_leave
+from shared.measured import data_percent
 from shared.monitoring.describe import describe, instances_of
 from shared.monitoring.joblog import read_log
 from shared.prices import Price, cache_file, price_of, price_per_hour, refresh_prices
@@ -186,7 +186,7 @@ def _row(run: Run, prices: dict[str, Price]) -> dict[str, Any]:
         "data wait (ms)": run.data_wait_ms,
         "data wait (%)": 100 * run.data_wait_ms / run.step_time_ms,
         "step without data (ms)": run.without_data_ms,
-        "data costs (%)": 100 * np.maximum(0, 1 - run.without_data_ms / run.step_time_ms),
+        "data costs (%)": data_percent(run.step_time_ms, run.without_data_ms),
         "USD per 1,000 steps": usd_per_s * run.step_time_ms * (1 - saving),  # 1,000 ms are 1 s
         "USD per 1,000 samples": usd_per_s * 1000 / run.samples_per_s * (1 - saving),
     }

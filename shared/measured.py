@@ -303,9 +303,9 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
         return
     step_ms, spread, cpu = _summary(real, steps)
     without_data_ms, other_spread, other_cpu = _summary(repeated, steps)
-    costs = max(0.0, 100 * (1 - without_data_ms / step_ms))
+    percent = data_percent(step_ms, without_data_ms)
     verdict = "CPU-bound: more vCPUs for each GPU make it faster"
-    if round(costs) < WORTH_PERCENT:  # as it is printed
+    if round(percent) < WORTH_PERCENT:  # as it is printed
         verdict = "not CPU-bound: there is little to gain"
     elif round(cpu, 0) < BUSY_PERCENT:
         verdict = "not CPU-bound: check the number of data workers, the storage and the network"
@@ -321,10 +321,16 @@ def _report(real: list, repeated: list, steps: int, instance_type: str) -> None:
     line = json.dumps({"measured": {k: v for k, v in numbers.items() if v != "" and v == v}})  # nan
     print(
         f"step time     {step_ms:.1f} ms ({spread})\nwithout data  {without_data_ms:.1f} ms "
-        f"({other_spread})\ndata costs    {costs:.0f} % of a step\nCPUs busy     {use}, on "
+        f"({other_spread})\ndata costs    {percent:.0f} % of a step\nCPUs busy     {use}, on "
         f"{machine}\nverdict       {verdict}\n{_clusters(line)}\n{NOTICE}\n{line}",
         flush=True,
     )
+
+
+def data_percent(step_ms: float, without_data_ms: float) -> float:
+    """Compute what percentage of a step data costs, at least 0; nan if a time is not known."""
+    percent = 100 * (1 - without_data_ms / step_ms)
+    return 0.0 if percent < 0 else percent
 
 
 def _summary(stretches: list, steps: int) -> tuple[float, str, float]:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from shared.measured import WORTH_PERCENT
-from shared.monitoring.bottleneck import data_percent, wait_percent
+from shared.monitoring.bottleneck import wait_percent
 from shared.monitoring.describe import describe
 from shared.monitoring.joblog import read_log
 from shared.monitoring.log import GrowingLog, hosts_of, logged, step_table, steps
@@ -69,7 +69,7 @@ def check_waiting(
         else:
             hint = "Divide data_wait_ms by step_time_ms, for a typical line of the log."
         return _not_yet(hint)
-    if held_up_by != ("data" if round(data_percent(log)) >= WORTH_PERCENT else "training"):
+    if held_up_by != ("data" if round(log.data_percent) >= WORTH_PERCENT else "training"):
         return _not_yet(
             "The percentage is right, but the conclusion is not: how much shorter is a step "
             f"without data? If by less than {WORTH_PERCENT} %, faster data would gain little."
@@ -89,7 +89,7 @@ def check_data_costs(costs_percent: Any, job_name: str, synthetic_job: str) -> R
     if not is_number(costs_percent):
         return _not_yet(f"costs_percent must be a number such as 12.5, not {costs_percent!r}.")
     log = read_log(job_name, synthetic_job)
-    truth = data_percent(log)
+    truth = log.data_percent
     if abs(costs_percent - truth) <= POINTS:
         return Result(
             True,

@@ -33,7 +33,7 @@ from shared.advisor.report import (
     saving,
     step_time,
 )
-from shared.measured import BUSY_PERCENT, WORTH_PERCENT
+from shared.measured import BUSY_PERCENT, WORTH_PERCENT, data_percent
 
 HOW_MANY = "How many data hosts you need is known once a step without data is measured."
 NEXT_SIZE = (
@@ -81,7 +81,8 @@ def _decide(
     """Go through the flowchart; return the verdict, the recommended instances, and the reasons."""
     floor, reasons = measured.floor_ms, [f"{measured.source}."] if measured.source else []
     # What is compared is what is printed: rounded.
-    costs, busy = round(100 * (1 - floor / measured.step_ms), 0), round(measured.cpu_percent, 0)
+    percent = round(data_percent(measured.step_ms, floor), 0)
+    busy = round(measured.cpu_percent, 0)
     if isnan(floor):
         reasons.append(
             "How long the accelerators need for a step is not known, so predicted step times may "
@@ -90,9 +91,9 @@ def _decide(
     else:
         reasons.append(
             f"Without data a step takes {floor:,.1f} ms instead of {measured.step_ms:,.1f}: data "
-            f"costs {costs:.0f} % of it."
+            f"costs {percent:.0f} % of it."
         )
-    if costs < WORTH_PERCENT:
+    if percent < WORTH_PERCENT:
         return STAY, "", [*reasons, "Not CPU-bound: there is little to gain."]
     if busy < BUSY_PERCENT:
         reasons.append(

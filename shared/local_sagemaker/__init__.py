@@ -13,8 +13,8 @@ driver scripts; your own code finds its folders as on AWS, from SM_MODEL_DIR, SM
 SAGEMAKER_BASE_DIR. It has no access to AWS or the mock, and `pip install` in a job only checks
 whether the requirements are installed.
 
-What AWS's model and reference forbid is refused (model.py, refusals.py), and so is what this
-machine does not do (parts.py). What an account has, such as roles and subnets, is not checked.
+What AWS's model and reference forbid is refused (api_model.py, refusals.py), and so is what this
+machine does not do (supported.py). What an account has, such as roles and subnets, is not checked.
 
 Nothing reaches AWS or costs money: credentials, profiles and endpoints in the environment are set
 aside, and a request that the mock does not answer is an error.

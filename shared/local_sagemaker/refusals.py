@@ -11,7 +11,7 @@ from botocore.exceptions import ClientError
 from moto.sagemaker.exceptions import AWSValidationException, ResourceInUseException
 from moto.sagemaker.models import FakeTrainingJob
 
-from . import cluster, parts
+from . import cluster, supported
 
 DEFAULT_MAX_RUNTIME, LONGEST_MAX_RUNTIME = 86_400, 28 * 86_400  # seconds
 
@@ -24,7 +24,7 @@ def check(request: dict, existing_job: FakeTrainingJob | None) -> None:
             f"and a training job with this name already exists ({existing_job.arn})"
         )
     try:
-        for rule in (parts.unsupported, _settings, _channels, parts.cannot_run, _objects):
+        for rule in (supported.unsupported, _settings, _channels, supported.cannot_run, _objects):
             for why in rule(request):
                 raise AWSValidationException(why)
     except ValueError as error:  # the model has instance types that EC2 has retired

@@ -26,7 +26,7 @@ from moto.sagemaker.exceptions import ValidationError
 from moto.sagemaker.models import FakeTrainingJob
 from moto.sagemaker.responses import SageMakerResponse
 
-from . import cluster, model, refusals
+from . import api_model, cluster, refusals
 from .isolation import set_aside
 from .job import Job
 
@@ -98,7 +98,7 @@ class LocalSageMaker(contextlib.AbstractContextManager):
             if name not in answers:
                 known = ", ".join(answers)
                 raise ValidationError(f"The local SageMaker does not do {name}. It does {known}.")
-            model.check(get_service_model("sagemaker").operation_model(name), request)
+            api_model.check(get_service_model("sagemaker").operation_model(name), request)
             with self._answering:
                 result = answers[name](response, request)
         except ServiceException as error:

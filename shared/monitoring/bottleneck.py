@@ -198,13 +198,7 @@ def wait_percent(steps: pd.DataFrame) -> float:
     return 100 * steps["data_wait_ms"].median() / steps["step_time_ms"].median()
 
 
-def data_percent(log: JobLog) -> float:
-    """Compute what percentage of a step data costs; nan if a step time is unknown."""
-    costs = 100 * (1 - log.without_data_ms / log.step_ms)
-    return costs if isnan(costs) else max(0.0, costs)
-
-
-def idle_percent(seen: Observed) -> float:
+def most_idle_percent(seen: Observed) -> float:
     """Compute for what percentage of a step accelerators wait for data at most; nan if unknown.
 
     That is while Python waits, and while no GPU of the hosts that train is in use.
@@ -219,9 +213,9 @@ def limits(seen: Observed) -> dict[tuple[str, str], float]:
 
     The result has either only CPUs, which are the bottleneck, or only GPUs, which are the limit.
     """
-    costs, hosts = data_percent(seen), averages(seen)
+    data_percent, hosts = seen.data_percent, averages(seen)
     trainers = set() if seen.steps.empty else set(seen.steps["host"])
-    most = idle_percent(seen) if isnan(costs) else costs
+    most = most_idle_percent(seen) if isnan(data_percent) else data_percent
     cpus_count = isnan(most) or round(most) >= WORTH_PERCENT  # as it is printed
     cpus, gpus = {}, {}
     for group, members in hosts.groupby("group"):
@@ -229,7 +223,9 @@ def limits(seen: Observed) -> dict[tuple[str, str], float]:
         if all(map(seen.plays_gpu, members["host"])):
             # If other hosts prepare the data, these cores only stand in for the GPU.
             both = set(hosts["host"]) <= trainers
-            percents = {"CPU" if both and (cpus_count or isnan(costs)) else "GPU": percents["CPU"]}
+            percents = {
+                "CPU" if both and (cpus_count or isnan(data_percent)) else "GPU": percents["CPU"]
+            }
         if cpus_count and is_busy(percents.get("CPU", 0)):
             cpus[group, "CPU"] = percents["CPU"]
         if is_busy(percents.get("GPU", 0)):
@@ -268,10 +264,10 @@ def missing(seen: Observed) -> str:
 
 def explain(seen: Observed) -> str:
     """Say in a few sentences what the bottleneck is."""
-    costs, most, found = data_percent(seen), idle_percent(seen), limits(seen)
-    waits = f"; data costs {costs:.0f} % of a step"
-    perhaps = "perhaps " if isnan(costs) else ""
-    if isnan(costs):
+    data_percent, most, found = seen.data_percent, most_idle_percent(seen), limits(seen)
+    waits = f"; data costs {data_percent:.0f} % of a step"
+    perhaps = "perhaps " if isnan(data_percent) else ""
+    if isnan(data_percent):
         waits = f"; the training waits for data for at most {most:.0f} % of a step"
         waits = "" if isnan(most) else waits
     unknown = seen.hosts["instance type"][seen.hosts["vcpus"].isna()].unique()
@@ -283,7 +279,9 @@ def explain(seen: Observed) -> str:
     absent = missing(seen)
     playing = [host for host in seen.hosts["host"] if seen.plays_gpu(host)]
     what = " and ".join(f"the {u}s of {group} ({p:.0f} % busy)" for (group, u), p in found.items())
-    matters = round(most if isnan(costs) else costs, 0) >= WORTH_PERCENT  # False for nan
+    matters = (
+        round(most if isnan(data_percent) else data_percent, 0) >= WORTH_PERCENT
+    )  # False for nan
     if any(unit == "CPU" for _, unit in found):
         text = f"Bottleneck: {perhaps}{what}{waits}."
     elif found:
@@ -298,8 +296,8 @@ def explain(seen: Observed) -> str:
             "storage, and the number of workers."
         )
     else:
-        text = f"Bottleneck: none{' seen' if isnan(costs) else ''}{waits}."
-    if isnan(costs) and not seen.steps.empty:
+        text = f"Bottleneck: none{' seen' if isnan(data_percent) else ''}{waits}."
+    if isnan(data_percent) and not seen.steps.empty:
         text += f" {UNKNOWN}"
     if others_percent(seen) > QUIET_PERCENT:
         text += f" {disturbed(others_percent(seen))}"

@@ -29,20 +29,20 @@ def plot_steps(job_names: Mapping[str, str], synthetic_job: str | None = None) -
             which runs behind Python, may not wait at all.
     """
     fig, panels = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True, layout="constrained")
-    costs, without_data_ms = "Python's wait for data (a GPU waits at most so long)", 0.0
+    title, without_data_ms = "Python's wait for data (a GPU waits at most so long)", 0.0
     if synthetic_job:
-        costs, without_data_ms = "Time that data costs", read_log(synthetic_job).step_ms
+        title, without_data_ms = "Time that data costs", read_log(synthetic_job).step_ms
         panels[0].axhline(without_data_ms, color="0.35", ls="--", label="a step without data")
     for i, (label, job_name) in enumerate(job_names.items()):
         table = steps(job_name)
         longer = (table["step_time_ms"] - without_data_ms).clip(lower=0)
-        table["costs"] = longer if synthetic_job else table.get("data_wait_ms")
-        for panel, column in zip(panels, ("step_time_ms", "costs"), strict=True):
+        table["data_ms"] = longer if synthetic_job else table.get("data_wait_ms")
+        for panel, column in zip(panels, ("step_time_ms", "data_ms"), strict=True):
             colour = (HOMOGENEOUS, HETEROGENEOUS, TRAINING, DATA)[i % 4]
             if not table[column].isna().all():  # the user's script may not log its data wait
                 looks = {"marker": "os^D"[i % 4], "color": colour, "label": label}
                 panel.plot(table["step"], table[column], **looks)
-    for panel, name in zip(panels, ("Step time", costs), strict=True):
+    for panel, name in zip(panels, ("Step time", title), strict=True):
         panel.set_title(name, fontsize=13)
         panel.set_xlabel("step", fontsize=12)
         panel.tick_params(labelsize=11)
@@ -153,13 +153,13 @@ def _draw_host(panel: Axes, host: pd.Series, seen: bottleneck.Observed, marked: 
 
 def _remark(unit: str, percent: float, marked: set[str], seen: bottleneck.Observed) -> str:
     """Return what to add to the percentage, according to bottleneck.RULE."""
-    costs, most = bottleneck.data_percent(seen), bottleneck.idle_percent(seen)
+    data_percent, most = seen.data_percent, bottleneck.most_idle_percent(seen)
     if unit in marked:
-        bottlenecks = " = BOTTLENECK, perhaps" if pd.isna(costs) else " = BOTTLENECK"
+        bottlenecks = " = BOTTLENECK, perhaps" if pd.isna(data_percent) else " = BOTTLENECK"
         return bottlenecks if unit == "CPU" else " = the limit"
     if unit == "CPU" and bottleneck.is_busy(percent):
         least = bottleneck.WORTH_PERCENT
-        if round(costs, 0) < least:  # False for nan
+        if round(data_percent, 0) < least:  # False for nan
             return f", but data costs less than {least} % of a step"
         if round(most, 0) < least:
             return f", but the training waits for data for less than {least} % of a step"
@@ -179,12 +179,13 @@ def _draw_steps(panel: Axes, seen: bottleneck.Observed) -> None:
             if key in seen.steps:
                 values = seen.steps[key][rows]
                 panel.plot(times[rows], values, "D-", color=colour, markersize=4, label=label)
-    said, costs = f"median {median:.1f} ms", bottleneck.data_percent(seen)
+    said = f"median {median:.1f} ms"
     if not pd.isna(seen.without_data_ms):
         panel.axhline(seen.without_data_ms, color="0.35", ls="--", label="a step without data")
         compared = "" if seen.step_ms == median else f"; measured: {seen.step_ms:.1f} ms"
-        said += f"{compared}, {seen.without_data_ms:.1f} without data: data costs {costs:.0f} %"
-    elif not pd.isna(most := bottleneck.idle_percent(seen)):
+        said += f"{compared}, {seen.without_data_ms:.1f} without data: data costs "
+        said += f"{seen.data_percent:.0f} %"
+    elif not pd.isna(most := bottleneck.most_idle_percent(seen)):
         said += f", at most {most:.0f} % of it waiting for data"
     panel.set_ylim(0, 1.15 * seen.steps["step_time_ms"].max())
     panel.set_ylabel("ms", fontsize=11)

@@ -6,6 +6,7 @@ from math import nan
 import pandas as pd
 
 from shared.commands import numbers_in
+from shared.measured import data_percent
 from shared.monitoring.log import LogLine, logs, step_table, steps
 
 
@@ -24,6 +25,11 @@ class JobLog:
     steps: pd.DataFrame
     step_ms: float
     without_data_ms: float
+
+    @property
+    def data_percent(self) -> float:
+        """What percentage of a step data costs; nan if a step time is not known."""
+        return data_percent(self.step_ms, self.without_data_ms)
 
 
 def read_log(job_name: str, synthetic_job: str | None = None, needs_steps: bool = True) -> JobLog:

@@ -12,7 +12,7 @@ from botocore.model import Shape
 
 from helpers.jobs import Jobs, request
 from helpers.pages import ROOT
-from shared.local_sagemaker import model, parts
+from shared.local_sagemaker import api_model, supported
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 OTHER = "<\n\u2028> no"  # no pattern allows it, except those that allow everything
@@ -136,7 +136,7 @@ def test_stored_requests_satisfy_the_model():
         for stored in json.loads(path.read_text()):
             text = json.dumps({k: v for k, v in stored.items() if k != "Command"})
             text = text.replace("<time>", "20260101000000").replace("<token>", "0" * 32)
-            model.check(operation, json.loads(text))
+            api_model.check(operation, json.loads(text))
             checked += 1
     assert checked > 5
 
@@ -148,16 +148,18 @@ def table() -> str:
         return ", ".join(f"`{name}`" for name in members)
 
     rows = []
-    for structure in dict.fromkeys([*parts.AS_ON_AWS, *parts.WITHOUT_EFFECT, *parts.ONLY]):
+    for structure in dict.fromkeys(
+        [*supported.AS_ON_AWS, *supported.WITHOUT_EFFECT, *supported.ONLY]
+    ):
         values = [
             f"`{name}`: {' or '.join(values)}"
-            for name, values in parts.ONLY.get(structure, {}).items()
+            for name, values in supported.ONLY.get(structure, {}).items()
         ]
         cells = [
             f"`{structure}`" if structure else "",
-            names(parts.AS_ON_AWS.get(structure, [])),
+            names(supported.AS_ON_AWS.get(structure, [])),
             ", ".join(values),
-            names(parts.WITHOUT_EFFECT.get(structure, [])),
+            names(supported.WITHOUT_EFFECT.get(structure, [])),
         ]
         rows.append(f"| {' | '.join(cells)} |".replace("|  ", "| "))
     return "\n".join(rows)

@@ -239,7 +239,7 @@ def test_a_host_that_is_busy_is_not_silent(start):
 def test_a_dataset_that_is_never_made_is_an_error_unless_another_host_has_it(
     start, dataset, monkeypatch
 ):
-    monkeypatch.setattr(fetch, "MAKING", 2)
+    monkeypatch.setattr(fetch, "MAKING_TIMEOUTS", 2)
     beat = "import feed.front; feed.front.BEAT_SECONDS, feed.front.TELL_SECONDS = 0.3, 1"
     bad, good = up(start(setup=beat, environment={"HANGS": "1"}), start())
     with pytest.raises(TimeoutError, match="has made the Dataset within 3 s: does"):

@@ -30,7 +30,7 @@ from PIL import Image, ImageFile
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from feed import RemoteDataset, compare, dataset_file, inherit
-from feed.travel import DatasetPickler
+from feed.pickling import DatasetPickler
 from helpers import absent, settings, settings_user
 from helpers.datasets import Table, assert_same
 from helpers.pages import ROOT

@@ -9,7 +9,7 @@ import pytest
 from feed.client import DataHost
 from helpers.data_hosts import loader_of, up
 from helpers.datasets import PACED
-from hetero import spare
+from hetero import spare_cores
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ def test_each_rank_keeps_a_physical_core(monkeypatch, tmp_path, cpus, ranks, mos
     """Eight vCPUs, of which n and n + 4 share a core, as on AWS. The process has all but 4."""
     for cpu in range(cpus):
         (tmp_path / str(cpu)).write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
-    monkeypatch.setattr(spare, "SIBLINGS", f"{tmp_path}/{{}}")
+    monkeypatch.setattr(spare_cores, "SIBLINGS", f"{tmp_path}/{{}}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 5, 6, 7})
-    assert spare.find_spare_cores(ranks, most) == expected
+    assert spare_cores.find_spare_cores(ranks, most) == expected
 
 
 def test_where_sched_idle_is_forbidden_it_runs_at_the_lowest_priority(monkeypatch):
@@ -41,7 +41,7 @@ def test_where_sched_idle_is_forbidden_it_runs_at_the_lowest_priority(monkeypatc
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     with subprocess.Popen(["sleep", "100"]) as process:
-        spare.run_when_idle(process.pid)
+        spare_cores.run_when_idle(process.pid)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
         process.kill()
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, get_worker_info
 
-from feed import RemoteDataset, travel
+from feed import RemoteDataset, modules
 from helpers import datasets
 from helpers.data_hosts import remote
 from helpers.datasets import assert_same
@@ -315,7 +315,7 @@ def test_modules_that_pip_has_installed_are_not_the_script_s(tmp_path: Path, mon
         monkeypatch.syspath_prepend(tmp_path / name)
         importlib.import_module(f"{name}_module")
     (tmp_path / "installed" / "installed-1.0.dist-info").mkdir()
-    own = travel.own_modules()
+    own = modules.own_modules()
     assert "written_module" in own and "installed_module" not in own
 
 
@@ -338,7 +338,7 @@ def test_modules_may_be_imported_while_all_are_looked_at():
     gc.set_threshold(1)
     try:
         while "imported-0" not in sys.modules:
-            assert "helpers.datasets" in travel.own_modules()
+            assert "helpers.datasets" in modules.own_modules()
     finally:
         gc.set_threshold(*threshold)
         for name in {*sys.modules} - before:

@@ -19,10 +19,10 @@ SAMPLES, FILES = 400, 10
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
     """Import TensorFlow, which takes seconds, only in the process that runs these tests."""
-    global Dataset, distribute, distributed, graph, pipelines, same, state, tf
+    global Dataset, distribute, distributed, graph, refusals, same, state, tf
     import tensorflow as tf
 
-    from service import distribute, distributed, graph, pipelines, same, state
+    from service import distribute, distributed, graph, refusals, same, state
 
     Dataset = tf.data.Dataset
 
@@ -172,7 +172,7 @@ def test_what_is_not_refused_gives_the_same_samples_with_their_labels(files: Pat
         ops |= {graph.op_of(node) for node in graph.graph_of(dataset).node}
         with data_hosts(workers):
             assert counted(distribute(dataset)) == counted(dataset), name
-    assert ops == {*pipelines.RIGHT.split(), "", "Take", "Skip", "Shard"}
+    assert ops == {*refusals.RIGHT.split(), "", "Take", "Skip", "Shard"}
 
 
 def wrong_steps() -> dict[str, Callable[[Any], Any]]:
@@ -202,7 +202,7 @@ def test_random_series_of_steps_give_the_same_samples_or_are_refused(files: Path
 
     def checked(dataset: Any) -> Any:
         found = graph.graph_of(dataset)
-        pipelines.check(found)
+        refusals.check(found)
         state.renew(found)
         return same.fingerprint(found)
 
@@ -306,10 +306,10 @@ def test_hundreds_of_datasets_may_be_concatenated():
     dataset = Dataset.range(1)
     for _ in range(600):
         dataset = dataset.concatenate(Dataset.range(1))
-    assert not pipelines.is_endless(graph.graph_of(dataset))
+    assert not refusals.is_endless(graph.graph_of(dataset))
 
 
 def test_readme_has_the_rules():
     text = (TENSORFLOW / "README.md").read_text()
-    for rule in pipelines.RULES:
+    for rule in refusals.RULES:
         assert f"| {rule.name} | {rule.wrong} | {rule.instead} |" in text

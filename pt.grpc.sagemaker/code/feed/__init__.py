@@ -2,13 +2,13 @@
 
     dataset = RemoteDataset(MyDataset(...))
 
-remote.py     RemoteDataset; stand_in.py: its attributes; source.py: where its samples come from
+remote.py     RemoteDataset; wrapper.py: its attributes; source.py: where its samples come from
 dataloader.py finds out which batch a DataLoader wants
 streams.py    RemoteDataset for an IterableDataset; iterate.py: its iterator, on a data host
 fetch.py      divides a batch among the data hosts; client.py: the calls to one of them
 samples.py    prepares samples, and seeds their random numbers
-travel.py     pickles the Dataset for the data hosts; inherit.py: what else they need
-dataset_file.py  has both, and what is known of them before they are sent
+pickling.py   pickles the Dataset for the data hosts; inherit.py: what else they need
+dataset_file.py  the file with both; modules.py: which modules are the script's own
 compare.py    compares a sample with one that is prepared here
 log.py        what it says in the training script
 wire.py       the messages: how they are signed, and how samples are encoded

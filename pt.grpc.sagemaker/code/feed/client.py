@@ -16,8 +16,8 @@ import torch.distributed as dist
 from feed import wire
 from feed.iterate import Stream
 from feed.log import logger
+from feed.pickling import frames_of
 from feed.samples import Chunk, raised_again
-from feed.travel import frames_of
 from feed.wire import Lost, Reply, Request, Unanswered
 
 CHANNEL_OPTIONS = [
@@ -35,11 +35,11 @@ CHANNEL_OPTIONS = [
 class HostState(Enum):
     """What this process knows of a data host. It greets it to learn whether it has the Dataset.
 
-    WITHOUT, FAILED -> GREETING -> READY. GREETING -> WITHOUT: not ready yet. READY -> WITHOUT: it
-    has dropped the Dataset, or was restarted. READY, GREETING -> FAILED: the call has failed.
+    UNREADY, FAILED -> GREETING -> READY. GREETING -> UNREADY: not yet. READY -> UNREADY: it has
+    dropped the Dataset, or was restarted. READY, GREETING -> FAILED: the call has failed.
     """
 
-    WITHOUT = auto()  # as far as is known, it does not have the Dataset
+    UNREADY = auto()  # it does not have the Dataset yet, as far as is known
     GREETING = auto()  # its answer is awaited, and it may get the Dataset meanwhile
     READY = auto()  # it has the Dataset, and prepares chunks
     FAILED = auto()  # it does not answer
@@ -58,11 +58,11 @@ class DataHost:
         self.channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
         self.open_calls: set[Any] = set()  # calls that have not ended
         self.heard_at = time.monotonic()  # its last sign of life
-        self.state, self.failure = HostState.WITHOUT, ""  # failure: why it failed, until it answers
+        self.state, self.failure = HostState.UNREADY, ""  # failure: why it failed, until it answers
         self.greet_at = 0.0  # when to greet it next, unless it is GREETING or READY
         self.workers = 0  # processes that prepare samples there
         self.assigned, self.others = 0, 0  # chunks that it prepares: for us; for others, lately
-        self.luck = 0.0  # see load
+        self.luck = 0.0  # see busyness
         self.seconds = 0.0  # that a worker takes for a sample: a moving average
 
     def workers_for_rank(self) -> float:
@@ -74,7 +74,7 @@ class DataHost:
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return self.workers / ranks
 
-    def load(self) -> float:
+    def busyness(self) -> float:
         """Return how many chunks it prepares for us, divided by our share of its workers.
 
         This adds a random part of a chunk, drawn for each batch: processes do not know what others
@@ -87,36 +87,36 @@ class DataHost:
         rounds = 1 + (self.assigned + self.others) / max(1, self.workers)
         return rounds * samples * (self.seconds or 1e-3)
 
-    def offer_dataset(
-        self, upload: Callable[[], IO[bytes]], what: str
+    def greet(
+        self, open_pickle: Callable[[], IO[bytes]], what: str
     ) -> tuple[int, tuple | None] | None:
         """Give it the Dataset; return its number of workers, or None while it is not ready.
 
-        Also returns its summary of the Dataset, if a callable makes it. upload: returns a file with
-        the Dataset's pickle. what: describes the Dataset.
+        Also returns its summary of the Dataset, if a callable makes it. open_pickle: returns a
+        file with the Dataset's pickle. what: describes the Dataset.
         """
         reply, call = self.reply_to(None, [])
         if reply.state == wire.UNKNOWN:
-            taken = self.put(upload)
-            if taken.state == wire.UNKNOWN:
+            uploaded = self.put(open_pickle)
+            if uploaded.state == wire.UNKNOWN:
                 raise TypeError(
                     f"{what}: its pickle differs each time, or the Dataset has changed since it "
                     "was first sent. Give RemoteDataset a callable that makes the Dataset"
                 )
-            if taken.state == wire.READY:  # otherwise another process uploads it
+            if uploaded.state == wire.DONE:  # otherwise another process uploads it
                 logger.info("%s was sent to data host %s", what, self.address)
-        if reply.state != wire.READY:
+        if reply.state != wire.DONE:
             call.cancel()
             return None
         return reply.workers, self.result(wire.decode, reply, call)
 
-    def put(self, upload: Callable[[], IO[bytes]]) -> Reply:
+    def put(self, open_pickle: Callable[[], IO[bytes]]) -> Reply:
         """Upload the Dataset; raise what pickling it raises."""
         errors: list[Exception] = []
 
         def frames() -> Iterator[bytes]:
             try:
-                yield from frames_of(upload())
+                yield from frames_of(open_pickle())
             except Exception as error:  # gRPC, whose thread runs this, would only log it
                 errors.append(error)
                 raise
@@ -141,7 +141,7 @@ class DataHost:
             host = self.number, self.count
             chunk = chunk._replace(caller=chunk.caller._replace(host=host))
         reply, call = self.reply_to(chunk, calls, is_fresh)
-        if reply.state != wire.READY:
+        if reply.state != wire.DONE:
             self.raise_dropped()
         self.workers, self.failure = reply.workers, ""
         self.others = max(0, reply.calls - self.assigned)
@@ -153,7 +153,7 @@ class DataHost:
     def raise_dropped(self) -> None:
         """Raise Unanswered: it has dropped the Dataset, or was restarted, and must get it again."""
         if self.state is HostState.READY:
-            self.state = HostState.WITHOUT
+            self.state = HostState.UNREADY
         raise Unanswered
 
     def reply_to(

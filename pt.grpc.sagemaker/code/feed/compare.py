@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from feed.fetch import Task
+from feed.pickling import rngs_of
 from feed.samples import Chunk, as_error, prepare
-from feed.travel import rngs_of
-from feed.wire import RAISED, READY, encode
+from feed.wire import DONE, RAISED, encode
 from feed.worker import fork
 
 PROCESSES = 2  # on each side
@@ -88,7 +88,7 @@ def prepare_apart(
     try:
         rngs = rngs_of(*((dataset, collate_fn) if has_rngs else ()))
         value, parts = encode(prepare(dataset, rngs, chunk, collate_fn))
-        state = READY
+        state = DONE
     except BaseException:
         state, value, parts = RAISED, as_error(), []
     pipe.send((state, value, [bytes(part) for part in parts]))
@@ -172,7 +172,7 @@ def difference(
 ) -> str:
     """Return where and how two samples differ, or an empty string."""
     found = f"{path or 'it'} is {brief(one)} {sides[0]}, {brief(other)} {sides[1]}"
-    if type(one) is not type(other) or facts(one) != facts(other):
+    if type(one) is not type(other) or outline(one) != outline(other):
         return found
     if hasattr(one, "__array__") or hasattr(one, "__array_interface__"):
         values, others = as_array(one), as_array(other)
@@ -201,7 +201,7 @@ def pairs_of(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from ((f".{k}", v, vars(other).get(k)) for k, v in vars(one).items())
 
 
-def facts(value: Any) -> tuple:
+def outline(value: Any) -> tuple:
     """Return what two values must have in common before their elements can be compared."""
     shape = tuple(getattr(value, "shape", ()))
     is_sized = isinstance(value, (Mapping, list, tuple, set, frozenset))

@@ -20,7 +20,7 @@ class LoaderState(NamedTuple):
 
     seed: int  # torch draws it for each epoch; persistent workers keep their first epoch's
     batch: int  # its number in the epoch; -1 before the first, as in worker_init_fn
-    fetcher: Any  # torch's, a new one for each epoch, even in persistent workers; None: not yet
+    torch_fetcher: Any  # a new one for each epoch, even in persistent workers; None: not yet
     worker_init_fn: Callable | None
     num_workers: int
 

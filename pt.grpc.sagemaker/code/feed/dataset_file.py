@@ -11,7 +11,8 @@ import sys
 from typing import IO, Any, NamedTuple
 
 from feed.inherit import set_variables, variables
-from feed.travel import DatasetPickler, Digest, dump, paths_of_script
+from feed.modules import paths_of_script
+from feed.pickling import DatasetPickler, Digest, dump
 
 SIZE = 8  # bytes, in which the size of the variables is written
 

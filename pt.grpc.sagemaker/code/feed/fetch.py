@@ -29,7 +29,7 @@ CHUNKS_PER_WORKER = 2  # one is prepared while another one travels
 CHUNK_TARGET_SECONDS = 0.02  # to prepare a chunk: a call takes about 1 ms of CPU on either side
 # A chunk is overdue after 4 times its expected time (then 16 times, ...), and at least 0.5 s.
 OVERDUE, OVERDUE_SECONDS = 4, 0.5
-MAKING = 60  # hosts that answer may take this many times the timeout to make the Dataset
+MAKING_TIMEOUTS = 60  # hosts that answer may take this many times the timeout to make the Dataset
 GRACE_SECONDS = 1.0  # to wait for the other hosts, so that the first one does not do all the work
 PAUSE_SECONDS, LOOK_SECONDS = 0.5, 0.1  # before greeting a host that failed, or is not ready
 
@@ -52,7 +52,7 @@ class Task:
 class Fetcher:
     """Fetches samples of a Dataset, as it is when the Fetcher is made, for one process.
 
-    what: describes the Dataset. upload: returns a file with its pickle, whose SHA-256 is `digest`.
+    what: describes the Dataset. digest: SHA-256 of its pickle. open_pickle: returns a file with it.
     """
 
     def __init__(
@@ -62,12 +62,13 @@ class Fetcher:
         timeout: float,
         what: str,
         digest: bytes,
-        upload: Callable[[], IO[bytes]],
+        open_pickle: Callable[[], IO[bytes]],
     ):
         self.hosts = [
             DataHost(name, token, digest, number, len(hosts)) for number, name in enumerate(hosts)
         ]
-        self.timeout, self.what, self.digest, self.upload = timeout, what, digest, upload
+        self.timeout, self.what = timeout, what
+        self.digest, self.open_pickle = digest, open_pickle
         # If a callable makes the Dataset: the first host that has, and its summary.
         self.first_made: tuple[str, Summary] | None = None
         self.pool, self.process = ThreadPoolExecutor(MOST_CALLS), os.getpid()
@@ -126,14 +127,16 @@ class Fetcher:
             for call in task.calls:
                 call.cancel()
 
-    def wait_for_host(self, failed: float = 0.0, others: float = GRACE_SECONDS) -> None:
+    def wait_for_host(
+        self, failed_seconds: float = 0.0, other_seconds: float = GRACE_SECONDS
+    ) -> None:
         """Wait until a host has the Dataset and, at first, some seconds for the other hosts.
 
-        failed, others: seconds since the Fetcher was made, for hosts that failed and for the rest.
+        Both times, of hosts that failed and of the rest, count from when the Fetcher was made.
         """
         self.since = time.monotonic()
         while not (ready := self.ready()) or any(
-            time.monotonic() < self.made_at + (failed if host.failure else others)
+            time.monotonic() < self.made_at + (failed_seconds if host.failure else other_seconds)
             for host in self.hosts
             if host not in ready
         ):
@@ -143,7 +146,7 @@ class Fetcher:
         """Return the hosts that have the Dataset, and start giving it to the others."""
         for host in self.hosts:
             is_due = time.monotonic() > host.greet_at
-            if host.state in (HostState.WITHOUT, HostState.FAILED) and is_due:
+            if host.state in (HostState.UNREADY, HostState.FAILED) and is_due:
                 host.state = HostState.GREETING
                 self.start(host, None)
         return [host for host in self.hosts if host.state is HostState.READY]
@@ -153,9 +156,9 @@ class Fetcher:
         samples = len(task.chunk.indices)
         if hosts := [host for host in self.ready() if host not in task.hosts]:
             slowest = max(host.seconds for host in hosts) or 1.0  # for a host without answers yet
-            host = min(hosts, key=lambda host: host.load() * (host.seconds or slowest))
-            known = host.expected(samples) if host.seconds else self.timeout / OVERDUE
-            patience = max(OVERDUE_SECONDS, known * OVERDUE ** (len(task.hosts) + 1))
+            host = min(hosts, key=lambda host: host.busyness() * (host.seconds or slowest))
+            usual = host.expected(samples) if host.seconds else self.timeout / OVERDUE
+            patience = max(OVERDUE_SECONDS, usual * OVERDUE ** (len(task.hosts) + 1))
             task.due = time.monotonic() + patience
             task.hosts.append(host)
             host.assigned += 1
@@ -172,7 +175,7 @@ class Fetcher:
         result: Any = None
         try:
             if not task:
-                result = host.offer_dataset(self.upload, self.what)
+                result = host.greet(self.open_pickle, self.what)
             elif not task.is_over:
                 result = host.get_chunk(task.chunk, task.calls, task.is_fresh)
         except BaseException as error:
@@ -181,7 +184,7 @@ class Fetcher:
 
     def take(self) -> None:
         """Process the next result, or wait a moment for it."""
-        now, limit = time.monotonic(), MAKING * self.timeout
+        now, limit = time.monotonic(), MAKING_TIMEOUTS * self.timeout
         if any(host.state is HostState.READY for host in self.hosts):
             self.ready_at = now
         elif now > max(self.since, self.ready_at) + limit:
@@ -217,7 +220,7 @@ class Fetcher:
 
     def end_greeting(self, host: DataHost, result: Any) -> None:
         """Note whether a host has the Dataset now, or raise what the Dataset has raised there."""
-        host.state, host.greet_at = HostState.WITHOUT, time.monotonic() + LOOK_SECONDS
+        host.state, host.greet_at = HostState.UNREADY, time.monotonic() + LOOK_SECONDS
         if isinstance(result, Lost):
             self.lose(host, str(result))
         elif isinstance(result, BaseException) and not isinstance(result, Unanswered):

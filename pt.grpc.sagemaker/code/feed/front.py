@@ -14,7 +14,7 @@ from typing import Any
 
 from feed import wire
 from feed.samples import as_error
-from feed.wire import DIED, RAISED, READY, UNKNOWN, WAITING, Reply, Request
+from feed.wire import DIED, DONE, RAISED, UNKNOWN, WAITING, Reply, Request
 from feed.worker import CHUNK_SECONDS, Worker, how_it_failed, new_process
 
 ATTEMPTS = 3  # for a chunk or a Dataset whose processes die or hang
@@ -30,7 +30,7 @@ class Copy:
     """A Dataset that this host has, or is getting."""
 
     def __init__(self, state: int = WAITING, value: bytes = b""):
-        self.state, self.value = state, value  # WAITING, then READY, or RAISED with the exception
+        self.state, self.value = state, value  # WAITING, then DONE, or RAISED with the exception
         self.size, self.calls, self.used_at = 0, 0, time.monotonic()
         self.came_at, self.tell_after = self.used_at, TELL_SECONDS
         self.template: socket.socket | None = None  # to the process that has it, and forks workers
@@ -89,7 +89,7 @@ class Front:
             copy.tell_after *= 2
             text = f"a Dataset, {copy.size / 1e6:.1f} MB, is not ready after {seconds:.0f} s"
             print(f"feed: {text}: it is being made, or waits for a worker", flush=True)
-        if copy.state != READY:
+        if copy.state != DONE:
             # A client wants samples only after the Dataset was ready here. If it is WAITING now,
             # it was dropped, and another client is uploading it again.
             state = UNKNOWN if request.wanted and copy.state == WAITING else copy.state
@@ -221,17 +221,17 @@ class Front:
         except OSError:  # out of memory
             copy.state, copy.value = RAISED, as_error()
         finally:
-            is_whole = copy.state == WAITING and received.digest() == digest
-            if not is_whole:
+            is_complete = copy.state == WAITING and received.digest() == digest
+            if not is_complete:
                 os.close(payload)
                 if copy.state == WAITING:
                     self.drop(digest, copy)
-        if is_whole:
-            threading.Thread(target=self.load, args=(digest, copy, payload)).start()
-        state = READY if is_whole else UNKNOWN if copy.is_dropped else WAITING
+        if is_complete:
+            threading.Thread(target=self.start_template, args=(digest, copy, payload)).start()
+        state = DONE if is_complete else UNKNOWN if copy.is_dropped else WAITING
         return wire.seal(self.token, nonce, Reply(state))
 
-    def load(self, digest: bytes, copy: Copy, payload: int) -> None:
+    def start_template(self, digest: bytes, copy: Copy, payload: int) -> None:
         """Start a process that holds an uploaded Dataset. Runs in a thread."""
         began = time.monotonic()
         try:

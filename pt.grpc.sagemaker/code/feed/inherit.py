@@ -26,7 +26,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from feed.log import logger
-from feed.travel import EMPTY, DatasetPickler, imported_in, is_rng, own_modules
+from feed.modules import imported_in, own_modules
+from feed.pickling import MADE_ANEW, DatasetPickler, is_rng
 
 # torchrun's variables, and the beginnings of those that each host has for itself.
 OF_A_RANK = (
@@ -253,7 +254,7 @@ def has_only_state(value: Any) -> bool:
     return (
         base in (object, dict, list)
         and (base is not object or hasattr(value, "__dict__"))
-        and kind not in (*EMPTY, *copyreg.dispatch_table)
+        and kind not in (*MADE_ANEW, *copyreg.dispatch_table)
         and not copyreg._slotnames(kind)
         and all(getattr(kind, name, None) == getattr(object, name, None) for name in usual)
     )

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from feed.samples import Caller, as_error, set_worker_info
-from feed.wire import READY, WAITING, encode
+from feed.wire import DONE, WAITING, encode
 
 GROUP_SECONDS, GROUP_BYTES = 0.05, 4 << 20  # limits of a group of samples, which is sent as a whole
 END = object()
@@ -55,7 +55,7 @@ def send_samples(dataset: Any, stream: Stream, epochs: Connection, send: Callabl
             after = None
             while after != "end" and not epochs.poll():  # until the next epoch begins
                 samples, parts, after = gather(iterator)
-                send(READY, pickle.dumps((epoch, samples, after)), parts)
+                send(DONE, pickle.dumps((epoch, samples, after)), parts)
                 del parts
             epochs.recv_bytes()
             if after != "end" and iterator is dataset:

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, IterableDataset
 from feed.dataloader import calling_loader
 from feed.samples import check_is_map_style
 from feed.source import Source, as_is
-from feed.stand_in import Wrapper
 from feed.streams import stream_of
+from feed.wrapper import Wrapper
 
 __all__ = ["RemoteDataset", "as_is"]
 

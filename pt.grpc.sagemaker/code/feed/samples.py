@@ -71,7 +71,7 @@ def make_dataset(given: Callable) -> Any:
 def prepare(dataset: Any, rngs: dict, chunk: Chunk, collate_fn: Callable | None = None) -> Any:
     """Return the samples of a chunk as a list, or what `collate_fn` makes of them.
 
-    rngs: its random generators, as travel.rngs_of returns them.
+    rngs: its random generators, as pickling.rngs_of returns them.
     """
     if hasattr(dataset, "__getitems__"):
         seed_rngs(dataset, rngs, chunk, chunk.start, chunk.indices)
@@ -182,8 +182,8 @@ class Summary(NamedTuple):
     """What is known of a Dataset that a callable has made, and must be the same on all hosts."""
 
     length: int | None  # None without `__len__`
-    is_whole: bool  # whether it has `__getitems__`, so that batches are not divided
-    facts: list[str] = []  # of some samples, such as types and shapes
+    takes_batches: bool  # whether it has `__getitems__`, so that batches are not divided
+    kinds: list[str] = []  # types, dtypes and shapes in some samples
     means: list[float] = []  # of their parts
 
     def is_like(self, other: "Summary") -> bool:
@@ -194,22 +194,22 @@ class Summary(NamedTuple):
 
 def summary(dataset: Any, rngs: dict) -> Summary:
     """Describe a Dataset by some of its samples."""
-    is_whole = hasattr(dataset, "__getitems__")
+    takes_batches = hasattr(dataset, "__getitems__")
     if not hasattr(dataset, "__len__"):
-        return Summary(None, is_whole)
+        return Summary(None, takes_batches)
     indices = [*range(0, len(dataset), max(1, len(dataset) // 3))]
     leaves, structure = tree_flatten(prepare(dataset, rngs, Chunk(indices)))
-    facts, means = [str(structure)], []
+    kinds, means = [str(structure)], []
     for leaf in leaves:
         if isinstance(leaf, (int, str)):
-            facts.append(repr(leaf))
+            kinds.append(repr(leaf))
             continue
-        facts.append(f"{type(leaf)} {getattr(leaf, 'dtype', '')} {getattr(leaf, 'shape', '')}")
+        kinds.append(f"{type(leaf)} {getattr(leaf, 'dtype', '')} {getattr(leaf, 'shape', '')}")
         if isinstance(leaf, torch.Tensor) and is_plain(leaf):
             leaf = leaf.double().numpy()
         if isinstance(leaf, (float, np.ndarray)) and np.asarray(leaf).dtype.kind in "biuf":
             means.append(float(np.mean(leaf)))
-    return Summary(len(dataset), is_whole, facts, means)
+    return Summary(len(dataset), takes_batches, kinds, means)
 
 
 def as_error(text: str = "") -> bytes:

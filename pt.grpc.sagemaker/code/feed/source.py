@@ -24,10 +24,10 @@ from feed.dataset_file import Facts, facts_of
 from feed.fetch import Fetcher
 from feed.inherit import environment, environment_at_start
 from feed.log import logger
+from feed.pickling import dump, rngs_of
 from feed.samples import Caller, Chunk, make_dataset, prepare, undisturbed
-from feed.travel import dump, rngs_of
 
-LOAD = (
+LOAD_HINT = (
     "data hosts need the modules that it uses, and cannot have what only works on one host, such "
     "as a connection. Open that when it is first used, or give RemoteDataset a callable that makes "
     f"the Dataset ({WHERE})"
@@ -59,7 +59,7 @@ class Source:
         self.first_batch, self.process = 0, 0
         self.share_with_workers()
         self.ranks: tuple[int, int] | None = None  # those of the process that spawned this one
-        self.look_around()
+        self.ranks_here()
 
     def share_with_workers(self) -> None:
         """Make what this process and the workers that it forks have in common."""
@@ -73,7 +73,7 @@ class Source:
         dump(file, not self.hosts, dataset=self.given, collate_fn=self.collate_fn)
         own = "is_dataset", "hosts", "token", "timeout", "first_batch"
         state = {name: getattr(self, name) for name in own}
-        state |= {"pickled": file.getvalue(), "ranks": self.look_around()}
+        state |= {"pickled": file.getvalue(), "ranks": self.ranks_here()}
         of_class = {"were_together": Source.were_together, "began_with": Source.began_with}
         return state | of_class
 
@@ -88,7 +88,7 @@ class Source:
         """Forget the state of the process that this one was forked from."""
         if self.process != os.getpid():
             # The parent's gRPC objects must not be freed here.
-            self.inherited = self.__dict__.get("fetcher"), self.__dict__.get("stream")
+            self.parents_grpc = self.__dict__.get("fetcher"), self.__dict__.get("stream")
             self.process, self.fetcher = os.getpid(), None
             self.is_changed, self.was_accessed = True, False
             self.is_shared = self.has_rngs = False  # the Dataset: see facts
@@ -115,8 +115,10 @@ class Source:
                 "Give RemoteDataset the Dataset itself, or keep the value elsewhere"
             )
         self.begin_process()
-        if self.hosts and get_worker_info() and not self.fetcher and not calling_loader().fetcher:
-            self.connect(calling_loader(), keep=True)  # a worker_init_fn uses it, and may change it
+        if self.hosts and get_worker_info() and not self.fetcher:
+            loader = calling_loader()
+            if not loader.torch_fetcher:  # a worker_init_fn uses the Dataset, and may change it
+                self.connect(loader, keep=True)
         self.was_accessed = True
         return self.given
 
@@ -124,7 +126,7 @@ class Source:
         """Have the Dataset sent again, unless a worker has changed its own copy."""
         self.is_changed |= not get_worker_info()
 
-    def look_around(self) -> tuple[int, int] | None:
+    def ranks_here(self) -> tuple[int, int] | None:
         """Return torch.distributed's rank and world size, or None if this rank is in no group."""
         ranks = self.ranks
         if dist.is_available() and dist.is_initialized():
@@ -134,7 +136,7 @@ class Source:
         return ranks
 
     def length(self) -> int:
-        self.look_around()  # samplers take the length in each epoch, before workers start
+        self.ranks_here()  # samplers take the length in each epoch, before workers start
         self.begin_process()
         if self.is_dataset:
             return len(self.given)
@@ -156,7 +158,7 @@ class Source:
         self.begin_process()
         self.is_changed |= self.was_accessed and not loader  # without an epoch, at any time
         last, (seed, number) = self.torch_fetcher, self.enter_batch(loader)
-        is_ready = is_batch and loader and loader.fetcher.collate_fn is as_is
+        is_ready = is_batch and loader and loader.torch_fetcher.collate_fn is as_is
         if self.collate_fn and not is_ready:
             raise TypeError(
                 "RemoteDataset(collate_fn=...) needs DataLoader(dataset, batch_size=..., "
@@ -184,10 +186,8 @@ class Source:
             elif self.is_dataset and self.fetcher.failed_chunk:
                 explain(error, self.start_here(self.fetcher.failed_chunk))
             elif self.is_dataset and "Original Traceback" in str(error):
-                add(
-                    error,
-                    f"The pickle of {type(self.given).__name__} could not be loaded there: {LOAD}",
-                )
+                name = type(self.given).__name__
+                add(error, f"The pickle of {name} could not be loaded there: {LOAD_HINT}")
             raise
 
     def fetch(self, chunk: Chunk, loader: LoaderState | None, is_batch: bool) -> Any:
@@ -195,10 +195,10 @@ class Source:
         self.fetcher.failed_chunk = None
         self.fetcher.wait_for_host()
         if self.is_dataset:
-            is_whole = hasattr(self.given, "__getitems__")
+            takes_batches = hasattr(self.given, "__getitems__")
         else:
-            is_whole = self.fetcher.first_made[1].is_whole
-        is_divisible = not (self.collate_fn or is_whole)
+            takes_batches = self.fetcher.first_made[1].takes_batches
+        is_divisible = not (self.collate_fn or takes_batches)
         self.notice(is_batch, is_divisible, loader)
         num_workers = loader.num_workers if loader else 1
         also = self.comparison.tasks if self.comparison else ()
@@ -238,7 +238,7 @@ class Source:
 
     def caller(self, loader: LoaderState | None) -> Caller:
         """Describe this rank; raise RuntimeError if it would train alone, apart from the others."""
-        ranks = self.look_around()
+        ranks = self.ranks_here()
         if loader and world_size() > 1 and not Source.were_together:
             raise RuntimeError(
                 f"WORLD_SIZE is {world_size()}, but torch.distributed has a process group of "
@@ -273,8 +273,8 @@ class Source:
         if not loader:  # dataset[0], which must not take the training's random numbers
             self.place = max(0, self.place)
             return (torch.initial_seed(),), -1
-        if self.torch_fetcher is not loader.fetcher:  # a new epoch
-            self.torch_fetcher, self.batch = loader.fetcher, None
+        if self.torch_fetcher is not loader.torch_fetcher:  # a new epoch
+            self.torch_fetcher, self.batch = loader.torch_fetcher, None
             if loader.num_workers:
                 self.epoch += 1  # persistent workers keep the first epoch's seed
                 self.is_changed |= self.is_shared
@@ -300,7 +300,7 @@ class Source:
         kept = tempfile.TemporaryFile() if keep else None  # noqa: SIM115
         facts = self.facts(parts, loader, kept)
 
-        def upload() -> IO[bytes]:  # without `self`, which it would keep alive
+        def open_pickle() -> IO[bytes]:  # without `self`, which it would keep alive
             if kept:
                 return kept
             file = tempfile.TemporaryFile()  # noqa: SIM115
@@ -314,7 +314,7 @@ class Source:
         self.is_kept |= keep
         if not self.fetcher or self.fetcher.digest != facts.sha256:
             what, sha256 = facts.what, facts.sha256
-            self.fetcher = Fetcher(self.hosts, self.token, self.timeout, what, sha256, upload)
+            self.fetcher = Fetcher(self.hosts, self.token, self.timeout, what, sha256, open_pickle)
 
     def facts(self, parts: dict, loader: LoaderState | None, kept: IO[bytes] | None) -> Facts:
         """Return what is known of the Dataset's pickle, which goes to the file `kept`, if any.
@@ -325,7 +325,7 @@ class Source:
         A process that is killed loses its lock.
         """
         info = get_worker_info()
-        outer = loader.fetcher.dataset if loader and loader.fetcher else None
+        outer = loader.torch_fetcher.dataset if loader and loader.torch_fetcher else None
         is_outermost = type(outer).__module__.startswith("feed.") and outer._source is self
         if not (info and is_outermost) or loader.worker_init_fn or self.fetcher or kept:
             return facts_of(parts, self.init_fn_modules, kept)
@@ -350,9 +350,9 @@ class Source:
         name, text, info = "the Dataset", "", get_worker_info()
         if self.is_dataset:
             name = type(self.given).__name__
-        is_single = loader and loader.fetcher and not is_batch
-        if is_single and loader.fetcher.auto_collation:
-            outer = type(loader.fetcher.dataset).__name__
+        is_single = loader and loader.torch_fetcher and not is_batch
+        if is_single and loader.torch_fetcher.auto_collation:
+            outer = type(loader.torch_fetcher.dataset).__name__
             text = f"{outer} asks {name} for samples one by one: put RemoteDataset around {outer}"
         elif is_single:
             text = "the DataLoader asks for samples one by one: set batch_size"

@@ -29,8 +29,8 @@ from feed.fetch import Fetcher
 from feed.iterate import Stream
 from feed.log import logger
 from feed.source import Source
-from feed.stand_in import Wrapper
 from feed.wire import Lost, Unanswered
+from feed.wrapper import Wrapper
 
 START_SECONDS = 5.0  # to wait for hosts that failed, since a stream stays where it is opened
 HANGS_SECONDS = 300.0  # if a sample takes longer, the stream's process counts as hanging
@@ -212,7 +212,7 @@ class OpenStream:
                 self.moved_at = time.monotonic()
             elif time.monotonic() > self.moved_at + HANGS_SECONDS:
                 raise Died("its process hangs")
-            if reply.state == wire.READY:
+            if reply.state == wire.DONE:
                 self.keep(*pickle.loads(reply.value), iter(parts))
             elif reply.value and time.monotonic() > self.said_at + SAY_SECONDS:
                 done = pickle.loads(reply.value)

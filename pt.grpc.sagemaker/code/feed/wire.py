@@ -37,7 +37,7 @@ KEEPALIVE = [  # on both sides, to notice within 20 s if the other one hangs or 
 
 
 # The states of a Dataset, a chunk or a stream, in a Reply
-READY = 0  # the reply has what the request is for
+DONE = 0  # the reply has what the request is for
 UNKNOWN = 1  # this host does not have the Dataset: upload it
 WAITING = 2  # the Dataset is being made, or all worker processes are busy
 RAISED = 3  # the Dataset has raised an exception, which is the value

@@ -30,6 +30,7 @@ import torch
 
 from feed import dataset_file
 from feed.iterate import Stream, send_samples
+from feed.pickling import rngs_of
 from feed.samples import (
     Chunk,
     as_error,
@@ -40,8 +41,7 @@ from feed.samples import (
     stand_in_for_ranks,
     summary,
 )
-from feed.travel import rngs_of
-from feed.wire import FRAME, RAISED, READY, Reply, encode, padding
+from feed.wire import DONE, FRAME, RAISED, Reply, encode, padding
 
 CHUNK_SECONDS = 300  # a worker that is silent over a chunk for longer is replaced
 MAKING_SECONDS = 3600  # the same, while a callable makes the Dataset
@@ -98,7 +98,7 @@ def run_template(main: socket.socket, requests: socket.socket) -> None:
     _, [payload], _, _ = socket.recv_fds(requests, 1, 1)
     set_ranks = stand_in_for_ranks()
     torch.set_num_threads(1)
-    state, value, loaded, rngs = READY, b"", (), {}
+    state, value, loaded, rngs = DONE, b"", (), {}
     try:
         loaded = given, is_dataset, collate_fn = dataset_file.load(payload)
         if is_dataset:  # find them once for all workers, since that reads the whole Dataset
@@ -158,7 +158,7 @@ def serve_chunks(
                 value, parts = encode(prepare(dataset, rngs, chunk, collate_fn))
             else:
                 value, parts = encode(None if is_dataset else summary(dataset, rngs))
-            state = RAISED if problem else READY
+            state = RAISED if problem else DONE
         except BaseException:  # a panic in a Rust library is not an Exception
             value = as_error()
         send(state, value, parts, time.perf_counter() - started)

@@ -22,7 +22,7 @@ process.py    starts a process, copies its output to the log, and waits for its 
 reason.py     finds in a process's output why it failed, unless the process itself has said so
 leader.py     decides, from the hosts' reports, when training starts and how the job ends
 messages.py   the messages between launchers
-spare.py      the cores of a training host that its ranks leave to a data server
+spare_cores.py  the cores of a training host that its ranks leave to a data server
 """
 
 from hetero.command import main

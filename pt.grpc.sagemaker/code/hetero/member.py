@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from hetero.messages import HELLO_SECONDS, LONGEST_LINE, TOKEN, Phase, receive, send
 from hetero.plan import Plan
 from hetero.process import Process
-from hetero.spare import run_when_idle, starting_on
+from hetero.spare_cores import run_when_idle, starting_on
 from hetero.topology import rank_environment, server_environment
 
 # For a data server: restarts in a row, the run time that resets this count, and restarts in the
@@ -32,7 +32,7 @@ class Member:
         self.here = self.cluster.where(self.cluster.host)
         self.tasks: list[asyncio.Task] = []
         self.processes: list[Process] = []  # those that may be running
-        self.until_sigterm: list[Process] = []  # ranks that have not been sent SIGTERM
+        self.without_sigterm: list[Process] = []  # ranks that have not been sent SIGTERM
         self.writer: asyncio.StreamWriter | None = None
         first = self.cluster.rank * plan.ranks
         self.waiting = [*range(first, first + plan.ranks)]  # ranks that have not been started
@@ -41,7 +41,7 @@ class Member:
             "host": self.cluster.host,
             "sigterm": False,  # whether this host has received it
             "running": [*self.waiting],  # ranks that have not ended
-            "failure": None,  # the likeliest cause on this host: [was cut off, when, sentence]
+            "failure": None,  # the likeliest cause on this host: [is consequence, when, sentence]
             "server_given_up": None,  # once the data server has been given up: [when, sentence]
             "ended": False,  # whether all processes here have been stopped
         }
@@ -52,9 +52,12 @@ class Member:
         if self.writer:
             send(self.writer, self.report)
 
-    def say_failure(self, sentence: str, was_cut_off: bool = False) -> None:
-        """Report a failure, unless this host already has one that is more likely the cause."""
-        failure = [was_cut_off, time.time(), sentence]
+    def say_failure(self, sentence: str, is_consequence: bool = False) -> None:
+        """Report a failure, unless this host already has one that is more likely the cause.
+
+        is_consequence: whether it follows from another one, such as a connection that is lost.
+        """
+        failure = [is_consequence, time.time(), sentence]
         self.say(failure=min(failure, self.report["failure"] or failure))
 
     async def take_part(self) -> list:
@@ -64,32 +67,33 @@ class Member:
         loop.add_signal_handler(signal.SIGCHLD, self.reap)
         if not self.plan.ranks or self.plan.spare_cores:
             self.start(self.serve())
-        word = {"phase": Phase.JOINING, "end": None, "refused": ""}
+        orders = {"phase": Phase.JOINING, "end": None, "refused": ""}
         try:
             reader = await self.join()
-            while word["phase"] < Phase.EXITING:
-                word |= await receive(reader, self.plan.patience(self.cluster.host))
-                if word["refused"]:
-                    raise ConnectionError(f"refused, {word['refused']}")
-                if word["phase"] == Phase.STOPPING:  # data servers keep running for the last steps
+            while orders["phase"] < Phase.EXITING:
+                orders |= await receive(reader, self.plan.patience(self.cluster.host))
+                if orders["refused"]:
+                    raise ConnectionError(f"refused, {orders['refused']}")
+                # Data servers keep running for the last steps.
+                if orders["phase"] == Phase.STOPPING:
                     self.stop_ranks()
-                while self.waiting and word["phase"] == Phase.TRAINING:
+                while self.waiting and orders["phase"] == Phase.TRAINING:
                     self.start(self.train(self.waiting.pop(0)))
                 await asyncio.sleep(0)  # these tasks start their ranks before the next word
-                if word["phase"] >= Phase.ENDING:
+                if orders["phase"] >= Phase.ENDING:
                     await self.end_all()
-                self.say(ended=word["phase"] >= Phase.ENDING)
+                self.say(ended=orders["phase"] >= Phase.ENDING)
         except OSError as error:
-            if not word["end"] or word["end"][0]:
+            if not orders["end"] or orders["end"][0]:
                 leader = self.cluster.where(self.plan.leader)
-                word["end"] = [False, f"{self.here} lost the leader, {leader}: {error}."]
+                orders["end"] = [False, f"{self.here} lost the leader, {leader}: {error}."]
         await self.end_all()
         if self.writer:
             self.writer.close()
         for number in (signal.SIGCHLD, signal.SIGTERM):  # asyncio, as it closes, would print errors
             loop.remove_signal_handler(number)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes too late to change the outcome
-        return word["end"]
+        return orders["end"]
 
     async def join(self) -> asyncio.StreamReader:
         """Connect to the leader, which may start later than this host, and send a first report."""
@@ -129,14 +133,14 @@ class Member:
 
     def stop_ranks(self) -> None:
         """Pass SIGTERM on. A rank that has not ended by then fails the job, whatever its status."""
-        for rank in self.until_sigterm:
+        for rank in self.without_sigterm:
             rank.popen.terminate()  # does nothing if it has ended
             if rank.popen.returncode is None:  # its own failure will say more, and replace this
-                self.say_failure(f"On {self.here}, {rank.name} had not ended.", was_cut_off=True)
+                self.say_failure(f"On {self.here}, {rank.name} had not ended.", is_consequence=True)
         if self.waiting:
-            self.say_failure(f"On {self.here}, training had not started.", was_cut_off=True)
+            self.say_failure(f"On {self.here}, training had not started.", is_consequence=True)
             self.report["running"] = []
-        self.until_sigterm, self.waiting = [], []
+        self.without_sigterm, self.waiting = [], []
 
     async def end_all(self) -> None:
         """Send SIGTERM to all processes on this host, and SIGKILL after KILL_SECONDS."""
@@ -152,7 +156,7 @@ class Member:
         name = f"rank {rank}" if self.plan.ranks > 1 else ""
         process = Process(self.plan.train, environment, name)
         self.processes.append(process)
-        self.until_sigterm.append(process)
+        self.without_sigterm.append(process)
         await process.wait()
         how, was_cut_off = process.describe_end()
         if process.popen.returncode:

@@ -1,9 +1,9 @@
 """The messages between launchers: JSON objects, one on each line.
 
-The leader sends its word to all hosts: the job's `phase`, and, once that is decided, its `end`
+The leader sends its orders to all hosts: the job's `phase`, and, once that is decided, its `end`
 (whether it is completed, and the reason). To a connection that it refuses it sends only the reason,
-`refused`. Hosts send their report: see Member. Each message repeats the whole word or report, and
-also serves as a heartbeat.
+`refused`. Hosts send their report: see Member. Each message repeats all orders, or the whole
+report, and also serves as a heartbeat.
 """
 
 import asyncio

@@ -12,7 +12,7 @@ from hetero.leader import Leader
 from hetero.member import Member
 from hetero.messages import LONGEST_LINE
 from hetero.plan import Plan, check_groups
-from hetero.spare import find_spare_cores
+from hetero.spare_cores import find_spare_cores
 from hetero.topology import (
     BASE_DIR,
     accelerators,

@@ -28,7 +28,7 @@ class Leader:
         self.plan, self.cluster = plan, plan.cluster
         self.members: dict[str, asyncio.StreamWriter] = {}  # the hosts that are connected
         self.reports: dict[str, dict] = {}  # each host's last report: see Member
-        self.word = {"phase": Phase.JOINING, "end": None}  # sent to all hosts
+        self.orders = {"phase": Phase.JOINING, "end": None}  # sent to all hosts
         self.told_at = 0.0
         self.first_seen: dict[str, float] = {"begin": time.monotonic()}  # event -> time
         self.refused: set[tuple[str, str]] = set()  # (address, reason), if already logged
@@ -43,19 +43,19 @@ class Leader:
 
     def advance(self, phase: Phase) -> None:
         """Move on to this phase, unless the job is further, and tell all hosts."""
-        self.word["phase"] = max(phase, self.word["phase"])
+        self.orders["phase"] = max(phase, self.orders["phase"])
         self.tell()
 
     def tell(self) -> None:
-        """Send the word to all hosts; it is also a heartbeat, which all of them answer."""
+        """Send the orders to all hosts, which is also a heartbeat that all of them answer."""
         self.told_at = time.monotonic()
         for writer in self.members.values():
-            send(writer, self.word)
+            send(writer, self.orders)
 
     def decide(self, completed: bool, reason: str) -> None:
         """Set how the job ends; a later call can only turn a success into a failure."""
-        if not self.word["end"] or (self.word["end"][0] and not completed):
-            self.word["end"] = [completed, reason[:1000]]
+        if not self.orders["end"] or (self.orders["end"][0] and not completed):
+            self.orders["end"] = [completed, reason[:1000]]
             self.advance(Phase.ENDING)
 
     def note(self, event: str) -> None:
@@ -75,7 +75,7 @@ class Leader:
     async def lead(self) -> list:
         """Lead the job until it ends on all hosts; return [is completed, reason]."""
         try:
-            while not self.word["end"]:
+            while not self.orders["end"]:
                 self.judge()
                 if time.monotonic() > self.told_at + BEAT_SECONDS:
                     self.tell()
@@ -84,13 +84,13 @@ class Leader:
             self.end_by_error(error)
         # Unless a job has failed, SageMaker waits for all of its hosts, and bills a host that hangs
         # until MaxRuntimeInSeconds. So all hosts first stop their processes, and then all exit.
-        began = time.monotonic()
+        decided_at = time.monotonic()
         for phase in (Phase.ENDING, Phase.EXITING):
             self.advance(phase)
-            begun, exits = time.monotonic(), phase is Phase.EXITING
+            phase_began, exits = time.monotonic(), phase is Phase.EXITING
             while late := {*self.members} if exits else self.unfinished():
                 seconds = EXITING_SECONDS if exits or late <= self.absent() else ENDING_SECONDS
-                if time.monotonic() > begun + seconds:
+                if time.monotonic() > phase_began + seconds:
                     where = self.cluster.where(*late)
                     self.decide(False, f"{where} did not end when the training had ended.")
                     break
@@ -98,34 +98,35 @@ class Leader:
                     self.tell()
                 await asyncio.sleep(TICK_SECONDS)
         who = f"all hosts but {', '.join(sorted(late))}" if late else "all hosts"
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - decided_at
         print(f"hetero: {who} have signed off {seconds:.2f} s after the job's end", flush=True)
-        return self.word["end"]
+        return self.orders["end"]
 
     def judge(self) -> None:
         """Decide whether the ranks start or stop, and whether and how the job ends."""
         absent, reports = self.absent(), [*self.reports.values()]
         stop = any(report["sigterm"] for report in reports)
         phase = Phase.STOPPING if stop else Phase.JOINING if absent else Phase.TRAINING
-        if phase > self.word["phase"]:
+        if phase > self.orders["phase"]:
             self.advance(phase)
         failures = [report["failure"] for report in reports if report["failure"]]
-        lost = [self.reports.get(host, {}).get("server_given_up") for host in self.plan.data_hosts]
-        if lost and all(lost):
-            when, sentence = max(lost)
+        of_data_hosts = [self.reports.get(host, {}) for host in self.plan.data_hosts]
+        given_up = [report.get("server_given_up") for report in of_data_hosts]
+        if given_up and all(given_up):
+            when, sentence = max(given_up)
             failures.append([False, when, f"{sentence} No data host is left."])
         where = {rank: report["host"] for report in reports for rank in report["running"]}
         running = [f"rank {rank} on {self.cluster.where(where[rank])}" for rank in sorted(where)]
         # The first rank that failed by itself, or else the first that lost a connection.
-        was_cut_off, _, reason = min(failures, default=[True, 0, ""])
+        is_consequence, _, reason = min(failures, default=[True, 0, ""])
         if stop:  # ranks may be writing their checkpoints
             self.note("stop")
             is_time = absent or self.seconds_since("stop") > SIGTERM_SECONDS
             reason = f"The job was stopped (SIGTERM). {reason}".strip()
         elif failures:
-            event = "cut off" if was_cut_off else "failure"
+            event = "consequence" if is_consequence else "cause"
             self.note(event)
-            patience = CAUSE_SECONDS if was_cut_off else SETTLE_SECONDS
+            patience = CAUSE_SECONDS if is_consequence else SETTLE_SECONDS
             is_time = self.seconds_since(event) > patience
         else:
             seconds = self.plan.join_timeout
@@ -133,7 +134,7 @@ class Leader:
             reason = f"{self.cluster.where(*absent)} did not come up within {seconds} s."
         if absent and stop:
             reason += f" Not there yet: {self.cluster.where(*absent)}."
-        elif was_cut_off and running and not absent:
+        elif is_consequence and running and not absent:
             reason += f" Still running: {', '.join(running)}."
         if is_time or not (absent or running):
             self.decide(not (absent or failures or running), reason)
@@ -154,13 +155,13 @@ class Leader:
             return
         host = report["host"]
         self.members[host] = writer
-        send(writer, self.word)
+        send(writer, self.orders)
         try:
             while True:
                 self.reports[host] = report
                 report = await receive(reader, self.plan.patience(host))
         except (OSError, asyncio.CancelledError) as error:  # cancelled if it hangs at the end
-            if isinstance(error, TimeoutError) or self.word["phase"] < Phase.EXITING:
+            if isinstance(error, TimeoutError) or self.orders["phase"] < Phase.EXITING:
                 self.decide(False, f"The launcher on {self.cluster.where(host)} is gone: {error}.")
         except Exception as error:
             self.end_by_error(error)

@@ -3,7 +3,7 @@
     dataset = distribute(dataset)  # after the last map and batch
 
 distributed.py  distribute
-pipelines.py    which pipelines it refuses, and why
+refusals.py    which pipelines it refuses, and why
 state.py        what a pipeline carries: random numbers, variables, tables
 same.py         all ranks send the same pipeline
 graph.py        a pipeline as a graph

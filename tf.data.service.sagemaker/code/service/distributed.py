@@ -11,9 +11,9 @@ from tensorflow.python.data.ops.dataset_ops import _VariantDataset
 from tensorflow.python.eager import context
 
 from service.graph import graph_of
-from service.pipelines import check, is_endless, refuse
+from service.refusals import check, is_endless, refuse
 from service.same import check_same
-from service.state import has_seeds, renew
+from service.state import has_op_seeds, renew
 from service.waiting import logger, wait_for_dispatcher, watched
 
 used_names: set[str] = set()
@@ -31,7 +31,7 @@ def distribute(
     options: further options of tf.data.experimental.service.distribute.
 
     Random numbers become new ones in each worker and epoch (state.py). Raises ValueError if data
-    hosts would produce different samples (pipelines.py, state.py), if another rank has another
+    hosts would produce different samples (refusals.py, state.py), if another rank has another
     pipeline (same.py), if the name has been used, if several ranks are not in step, or if several
     ranks would train on a dataset that ends, because they would get unequal numbers of batches.
     Raises ConnectionError if the dispatcher cannot be reached for 120 s. If no worker comes for
@@ -67,7 +67,7 @@ def distribute(
         )
     graph = graph_of(dataset)
     check(graph, allow)
-    had_seeds = has_seeds(graph)
+    had_seeds = has_op_seeds(graph)
     renew(graph, allow)
     if had_seeds:
         text = "distribute: random numbers of %s do not follow seeds, and differ in each epoch."

@@ -61,7 +61,7 @@ class Nodes:
         """Return the datasets that a dataset takes its elements from."""
         return self.inputs(node, "(data_input|input|another)_datasets?|input")
 
-    def above(self, name: str, until: Collection[str] = ()) -> Iterator[NodeDef]:
+    def upstream(self, name: str, until: Collection[str] = ()) -> Iterator[NodeDef]:
         """Yield a dataset and all that it takes elements from, but not what is above some ops."""
         todo, seen = [name], {name}
         while todo:

@@ -14,7 +14,7 @@ from tensorflow.core.framework.types_pb2 import DT_INT32, DT_INT64, DT_RESOURCE
 from tensorflow.python.framework import op_def_registry
 
 from service.graph import GraphDef, NodeDef, Nodes, functions_of, is_integer, is_set, name_of, op_of
-from service.pipelines import refuse
+from service.refusals import refuse
 
 SEEDS = {"seed", "seed2"}  # attributes of an op
 WRITE = r"Assign\w*VariableOp"
@@ -22,7 +22,7 @@ SEEDED = r"Stateless(?!If|While|Case)\w+"  # they draw numbers from a seed that 
 CONSTANT = ("LookupTableFind", "LookupTableSize")  # in a table that is not mutable
 
 
-def has_seeds(graph: GraphDef) -> bool:
+def has_op_seeds(graph: GraphDef) -> bool:
     """Return whether ops of a graph, other than shuffles, have seeds."""
     nodes = [node for function in graph.library.function for node in function.node_def]
     return any(node.attr[name].i for node in nodes for name in SEEDS & {*node.attr})

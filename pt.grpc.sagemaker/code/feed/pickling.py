@@ -14,13 +14,11 @@ import os
 import pickle
 import random
 import sys
-import sysconfig
 import threading
 import zlib
 from collections.abc import Callable, Iterator
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from types import FunctionType, GenericAlias, MappingProxyType, ModuleType
 from typing import IO, Any
 
@@ -29,15 +27,13 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
+from feed.modules import globals_there, imported_in, own_modules
 from feed.wire import FRAME, MAIN, class_at, is_plain, reduced
 
 RNGS = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
 SIMPLE = int, float, str, bytes, bool, type(None), type, ModuleType, FunctionType
-INSTALLED = *map(sysconfig.get_path, ("stdlib", "platstdlib")), "/site-packages/", "/dist-packages/"
-EMPTY = {type(make()): make for make in (threading.Lock, threading.RLock, threading.local)}
+MADE_ANEW = {type(make()): make for make in (threading.Lock, threading.RLock, threading.local)}
 SET_BY_CACHE = "__wrapped__", "cache_parameters"  # attributes that functools.lru_cache sets
-APART = *MAIN, "feed", "hetero", "ranks", "service"  # modules that are not the script's
-script: dict[str, Any] = {"__name__": "__main__"}  # the script's globals, in a data host's process
 
 
 class DatasetPickler(cloudpickle.Pickler):
@@ -108,8 +104,8 @@ def made_anew(value: Any) -> tuple | None:
     These are locks, which are free in a new process, what belongs to a thread, and functions with
     a cache, which is empty.
     """
-    if type(value) in EMPTY:
-        return EMPTY[type(value)], ()
+    if type(value) in MADE_ANEW:
+        return MADE_ANEW[type(value)], ()
     if type(value) is functools.cached_property:  # has a lock before Python 3.12
         state = {name: part for name, part in vars(value).items() if name != "lock"}
         return functools.cached_property, (value.func,), state
@@ -162,7 +158,7 @@ class ScriptGlobals(dict):
 
 def script_globals() -> dict[str, Any]:
     """Return the dict in which this process has the script's globals."""
-    return script
+    return globals_there
 
 
 def is_class(value: Any) -> bool:
@@ -299,61 +295,6 @@ def rngs_of(*values: Any) -> dict[int, Any]:
     return found
 
 
-def imported_in(function: FunctionType) -> set[str]:
-    """Return the loaded modules that a function may import when it is called."""
-    names = function.__code__.co_names
-    first = [name for name in names if name in sys.modules]
-    return {*first, *(f"{of}.{name}" for of in first for name in names)} & sys.modules.keys()
-
-
 def is_rng(value: Any) -> bool:
     """Return whether this is a random generator that can be seeded."""
     return isinstance(value, RNGS) and not isinstance(value, random.SystemRandom)
-
-
-def own_modules() -> dict[str, dict[str, Any]]:
-    """Return the variables of the script, and of each loaded module that is not installed."""
-    own = {"__main__": vars(sys.modules["__main__"]) | script}
-    for name, module in sys.modules.copy().items():
-        if isinstance(module, ModuleType) and name.partition(".")[0] not in APART:
-            file = str(vars(module).get("__file__"))
-            if file.endswith(".py") and not is_installed(name, file):
-                own[name] = vars(module)
-    return own
-
-
-def is_installed(name: str, file: str) -> bool:
-    """Return whether a module's file is where packages have been installed."""
-    if any(part in file for part in INSTALLED):
-        return True
-    parents, levels = Path(file).parents, name.count(".") + file.endswith("__init__.py")
-    return has_packages(str(parents[min(levels, len(parents) - 1)]))
-
-
-@functools.cache
-def has_packages(folder: str) -> bool:
-    """Return whether pip has installed packages into a folder that is not of the script."""
-    with contextlib.suppress(OSError):
-        is_its = any(os.path.samefile(folder, its) for its in {os.getcwd(), *folders_of_script()})
-        return not is_its and any(name.endswith(".dist-info") for name in os.listdir(folder))
-    return False
-
-
-def folders_of_script() -> list[Path]:
-    """Return the folder that the script was started in, as far as that is known, and its own."""
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    if not script:
-        return []
-    script = Path(script).resolve()
-    given = Path(sys.argv[0])  # such as tools/train.py, which python -m hetero has passed on
-    is_given = not given.is_absolute() and script.parts[-len(given.parts) :] == given.parts
-    return [script.parents[len(given.parts) - 1 if is_given else 0], script.parent]
-
-
-def paths_of_script() -> list[str]:
-    """Return the entries of sys.path without installed packages, relative to where it starts."""
-    if not (folders := folders_of_script()):
-        return []
-    entries = [Path(entry).resolve() for entry in sys.path if entry and os.path.isdir(entry)]
-    own = [e for e in entries if not any(part in f"{e}/" for part in INSTALLED)]
-    return [os.path.relpath(entry, folders[0]) for entry in own if entry != folders[0]]

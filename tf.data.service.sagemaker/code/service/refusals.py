@@ -40,7 +40,7 @@ class Rule(NamedTuple):
 def within(nodes: Nodes, node: NodeDef) -> Iterator[NodeDef]:
     """Yield the nodes of the functions that a node calls, and of the datasets that these use."""
     for name in nodes.inputs(node, ".*other_arguments"):
-        yield from nodes.above(name)
+        yield from nodes.upstream(name)
     for function in nodes.called(node):
         inner = Nodes(function.node_def, nodes.functions)
         for each in function.node_def:
@@ -49,7 +49,7 @@ def within(nodes: Nodes, node: NodeDef) -> Iterator[NodeDef]:
 
 
 def after_shuffle(nodes: Nodes, node: NodeDef) -> bool:
-    return any(op_of(each) in RESTARTS for each in nodes.above(node.name))
+    return any(op_of(each) in RESTARTS for each in nodes.upstream(node.name))
 
 
 def shuffles_within(nodes: Nodes, node: NodeDef) -> bool:
@@ -59,7 +59,7 @@ def shuffles_within(nodes: Nodes, node: NodeDef) -> bool:
 def is_chosen(nodes: Nodes, node: NodeDef) -> bool:
     """Return whether anything but random numbers chooses the next dataset."""
     [selector] = nodes.inputs(node, "selector_input_dataset")
-    return not {op_of(each) for each in nodes.above(selector)} <= {"Random", "Batch", "Map"}
+    return not {op_of(each) for each in nodes.upstream(selector)} <= {"Random", "Batch", "Map"}
 
 
 def stops(nodes: Nodes, node: NodeDef) -> bool:
@@ -68,7 +68,9 @@ def stops(nodes: Nodes, node: NodeDef) -> bool:
 
 def takes_batches(nodes: Nodes, node: NodeDef) -> bool:
     """Return whether the elements that a node takes are batches."""
-    ops = {op_of(n) for name in nodes.datasets(node) for n in nodes.above(name, until=["Unbatch"])}
+    ops = {
+        op_of(n) for name in nodes.datasets(node) for n in nodes.upstream(name, until=["Unbatch"])
+    }
     return not ops.isdisjoint([*BATCHES.split(), "GroupByWindow"])
 
 
@@ -76,7 +78,7 @@ def joins_samples(nodes: Nodes, node: NodeDef) -> bool:
     """Return whether a map makes fewer rows of the samples of a batch, such as by a reshape."""
     if not takes_batches(nodes, node):
         return False
-    batches = [each for each in nodes.above(node.name) if op_of(each) in BATCHES.split()]
+    batches = [each for each in nodes.upstream(node.name) if op_of(each) in BATCHES.split()]
     size = (nodes.argument(batches[0], "batch_size") if batches else None) or MANY
     return any(makes_fewer(nodes, function, size) for function in nodes.called(node))
 
@@ -125,7 +127,7 @@ def depends(tensor: tf.Tensor, inputs: Collection[tf.Tensor]) -> bool:
 
 def splits_at_random(nodes: Nodes, node: NodeDef) -> bool:
     """Return whether a filter may follow random numbers that have a seed."""
-    functions = [each for one in nodes.above(node.name) for each in within(nodes, one)]
+    functions = [each for one in nodes.upstream(node.name) for each in within(nodes, one)]
     return any(each.attr[seed].i for each in functions for seed in {"seed", "seed2"} & {*each.attr})
 
 
@@ -137,12 +139,12 @@ def drops(nodes: Nodes, node: NodeDef) -> bool:
 def drops_within(nodes: Nodes, node: NodeDef) -> bool:
     """Return whether the function for a group does more than map, shuffle and batch all of it."""
     function = nodes.functions[node.attr["reduce_func"].func.name]
-    within = Nodes(function.node_def, nodes.functions)
+    body = Nodes(function.node_def, nodes.functions)
     return any(
-        within.argument(each, "drop_remainder") is not False
+        body.argument(each, "drop_remainder") is not False
         if op_of(each) in BATCHES.split()
         else op_of(each) not in ("", "Map", "ParallelMap", "Shuffle", "Prefetch")
-        for each in within.nodes.values()
+        for each in body.nodes.values()
     )
 
 
@@ -237,8 +239,8 @@ def check(graph: GraphDef, allow: Collection[str] = ()) -> None:
     """
     functions = functions_of(graph)
     nodes = Nodes(graph.node, functions)
-    above = nodes.above(end_of(graph))
-    shared = [(nodes, node) for node in above if op_of(node) not in ("", *allow)]
+    upstream = nodes.upstream(end_of(graph))
+    shared = [(nodes, node) for node in upstream if op_of(node) not in ("", *allow)]
     bodies = [Nodes(each.node_def, functions) for each in functions.values()]
     filters = [(body, node) for body in bodies for node in body.nodes.values()]
     for rule in RULES:
