@@ -15,7 +15,7 @@ AS_ON_AWS = {
     "ResourceConfig": ["InstanceGroups", "InstanceType", "InstanceCount"],
     "StoppingCondition": ["MaxRuntimeInSeconds"],
 }
-WITHOUT_EFFECT = {
+ONLY_CHECKED = {
     "": ["RoleArn", "VpcConfig", "RetryStrategy", "ExperimentConfig", "EnableNetworkIsolation"]
     + ["EnableManagedSpotTraining", "EnableInterContainerTrafficEncryption"]
     + ["DebugHookConfig", "ProfilerConfig"],  # SDK v2 adds them to each request
@@ -69,9 +69,9 @@ def unsupported(structure: dict, name: str = "") -> Iterator[str]:
                 f"{path} is {value}, which the local SageMaker does not support: for a local run "
                 f"set {' or '.join(values)}."
             )
-        if values or key in AS_ON_AWS.get(name, []) + WITHOUT_EFFECT.get(name, []):
+        if values or key in AS_ON_AWS.get(name, []) + ONLY_CHECKED.get(name, []):
             continue
-        if any(f"{known}.".startswith(f"{path}.") for known in {**AS_ON_AWS, **WITHOUT_EFFECT}):
+        if any(f"{known}.".startswith(f"{path}.") for known in {**AS_ON_AWS, **ONLY_CHECKED}):
             for part in value if isinstance(value, list) else [value]:
                 yield from unsupported(part, path)
         else:

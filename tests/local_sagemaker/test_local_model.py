@@ -149,7 +149,7 @@ def table() -> str:
 
     rows = []
     for structure in dict.fromkeys(
-        [*supported.AS_ON_AWS, *supported.WITHOUT_EFFECT, *supported.ONLY]
+        [*supported.AS_ON_AWS, *supported.ONLY_CHECKED, *supported.ONLY]
     ):
         values = [
             f"`{name}`: {' or '.join(values)}"
@@ -159,7 +159,7 @@ def table() -> str:
             f"`{structure}`" if structure else "",
             names(supported.AS_ON_AWS.get(structure, [])),
             ", ".join(values),
-            names(supported.WITHOUT_EFFECT.get(structure, [])),
+            names(supported.ONLY_CHECKED.get(structure, [])),
         ]
         rows.append(f"| {' | '.join(cells)} |".replace("|  ", "| "))
     return "\n".join(rows)

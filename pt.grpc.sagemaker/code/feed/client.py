@@ -18,7 +18,7 @@ from feed.iterate import Stream
 from feed.log import logger
 from feed.pickling import frames_of
 from feed.samples import Chunk, raised_again
-from feed.wire import Lost, Reply, Request, Unanswered
+from feed.wire import CallAgain, Lost, Reply, Request
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),  # a reply's pickle may be large
@@ -48,7 +48,7 @@ class HostState(Enum):
 class DataHost:
     """A data host, from which a process gets samples of the Dataset with this digest.
 
-    Methods that call it raise Lost if it fails, Unanswered if the call is to be made again,
+    Methods that call it raise Lost if it fails, CallAgain if the call is to be made again,
     PermissionError if its token differs, and whatever the Dataset raises there.
     """
 
@@ -127,7 +127,7 @@ class DataHost:
             call = self.channel.stream_unary(f"/{wire.SERVICE}/Upload").future
             sent = self.track(call(frames(), metadata=metadata))
             return self.result(lambda: wire.unseal(self.token, nonce, sent.result()))
-        except (Lost, Unanswered) as error:
+        except (Lost, CallAgain) as error:
             raise errors[0] if errors else error from None
         finally:
             self.heard_at = time.monotonic()
@@ -151,10 +151,10 @@ class DataHost:
         return self.result(wire.decode, reply, call)
 
     def raise_dropped(self) -> None:
-        """Raise Unanswered: it has dropped the Dataset, or was restarted, and must get it again."""
+        """Raise CallAgain: it has dropped the Dataset, or was restarted, and must get it again."""
         if self.state is HostState.READY:
             self.state = HostState.UNREADY
-        raise Unanswered
+        raise CallAgain
 
     def reply_to(
         self, chunk: Chunk | None, calls: list, is_fresh: bool = False
@@ -220,7 +220,7 @@ class DataHost:
                 text = f"data host {self.address}: {error.details()}"
                 raise PermissionError(text) from None
             if error.code() is grpc.StatusCode.CANCELLED:  # by this process
-                raise Unanswered from None
+                raise CallAgain from None
             raise Lost(f"{error.code().name}: {error.details()}") from None
         except grpc.FutureCancelledError:
-            raise Unanswered from None
+            raise CallAgain from None

@@ -22,7 +22,7 @@ import grpc
 from feed.client import DataHost, HostState
 from feed.log import logger
 from feed.samples import Chunk, Summary
-from feed.wire import Lost, Unanswered
+from feed.wire import CallAgain, Lost
 
 MOST_CALLS = 512  # at the same time, each in a thread
 CHUNKS_PER_WORKER = 2  # one is prepared while another one travels
@@ -208,7 +208,7 @@ class Fetcher:
         """Keep the samples, give the task to another host, or raise what the Dataset has raised."""
         host.assigned -= 1
         task.hosts.remove(host)
-        if isinstance(result, (Lost, Unanswered)):
+        if isinstance(result, (Lost, CallAgain)):
             task.due = 0.0
             if isinstance(result, Lost):
                 self.lose(host, str(result))
@@ -223,7 +223,7 @@ class Fetcher:
         host.state, host.greet_at = HostState.UNREADY, time.monotonic() + LOOK_SECONDS
         if isinstance(result, Lost):
             self.lose(host, str(result))
-        elif isinstance(result, BaseException) and not isinstance(result, Unanswered):
+        elif isinstance(result, BaseException) and not isinstance(result, CallAgain):
             raise result
         elif isinstance(result, tuple):
             workers, summary = result

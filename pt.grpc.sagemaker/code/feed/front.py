@@ -262,7 +262,7 @@ class Front:
                     self.dropped.add(digest)
 
     def drop(self, digest: bytes, copy: Copy, how: str = "") -> None:
-        """Forget a Dataset, and how it failed. A client that still needs it uploads it again."""
+        """Forget a Dataset, but not how it failed. A client that needs it uploads it again."""
         with self.lock:
             copy.is_dropped = True
             if self.copies.get(digest) is copy:

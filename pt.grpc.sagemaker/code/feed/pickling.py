@@ -39,14 +39,14 @@ SET_BY_CACHE = "__wrapped__", "cache_parameters"  # attributes that functools.lr
 class DatasetPickler(cloudpickle.Pickler):
     """Pickles a Dataset; keeps the random generators that it finds, and which globals it includes.
 
-    stays_here: the pickle is for another process of the training script, which has its classes.
+    by_reference: leave out the classes of the script, since the process that loads it has them.
     """
 
     def __init__(
-        self, file: IO[bytes], stays_here: bool = False, buffer_callback: Callable | None = None
+        self, file: IO[bytes], by_reference: bool = False, buffer_callback: Callable | None = None
     ):
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
-        self.stays_here = stays_here
+        self.by_reference = by_reference
         self.rngs: list[Any] = []
         self.globals: dict[str, str] = {}  # of the training script -> where they are used
         self.modules: set[str] = set()  # that the Dataset refers to
@@ -80,7 +80,7 @@ class DatasetPickler(cloudpickle.Pickler):
             return how_to_make
         elif is_class(value) and not cloudpickle.cloudpickle._should_pickle_by_reference(value):
             is_of_script = value.__module__ in MAIN and "<locals>" not in value.__qualname__
-            if self.stays_here and is_of_script:
+            if self.by_reference and is_of_script:
                 return class_at, (value.__module__, value.__qualname__)
             copyreg._slotnames(value)  # what Python leaves in it when an object of it is pickled
             # cloudpickle's random id would give the Dataset a different digest in each process.
@@ -223,12 +223,12 @@ class Digest:
         return size
 
 
-def dump(file: Any, stays_here: bool = False, **parts: Any) -> DatasetPickler:
+def dump(file: Any, by_reference: bool = False, **parts: Any) -> DatasetPickler:
     """Pickle a tuple of these parts; raise a TypeError that names what cannot be pickled."""
     main = sys.modules.get("__mp_main__")  # the training script in a spawned process
     if main and main.__name__ not in cloudpickle.list_registry_pickle_by_value():
         cloudpickle.register_pickle_by_value(main)
-    pickler = DatasetPickler(file, stays_here)
+    pickler = DatasetPickler(file, by_reference)
     try:
         pickler.dump((*parts.values(),))
     except OSError:  # from writing the file

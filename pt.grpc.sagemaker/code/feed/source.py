@@ -70,7 +70,7 @@ class Source:
     def __getstate__(self) -> dict:
         """Pickle this for a spawned process, in which the script is not `__main__`."""
         file = io.BytesIO()
-        dump(file, not self.hosts, dataset=self.given, collate_fn=self.collate_fn)
+        dump(file, by_reference=not self.hosts, dataset=self.given, collate_fn=self.collate_fn)
         own = "is_dataset", "hosts", "token", "timeout", "first_batch"
         state = {name: getattr(self, name) for name in own}
         state |= {"pickled": file.getvalue(), "ranks": self.ranks_here()}
@@ -96,7 +96,7 @@ class Source:
             self.rngs: dict | None = None  # until they are looked for
             self.comparison: Comparison | None = None  # of this epoch, until it is over
             self.torch_fetcher = self.batch = None  # of the epoch, and its last batch
-            self.stream, self.is_kept = None, False  # a RemoteStream's stream; see connect
+            self.stream, self.is_kept = None, False  # a RemoteStream's stream; see renew_fetcher
             self.epoch = self.place = -1
             self.noticed, self.pickled_init_fn = set(), b""
             self.init_fn_modules: set[str] = set()  # modules that worker_init_fn refers to
@@ -118,7 +118,7 @@ class Source:
         if self.hosts and get_worker_info() and not self.fetcher:
             loader = calling_loader()
             if not loader.torch_fetcher:  # a worker_init_fn uses the Dataset, and may change it
-                self.connect(loader, keep=True)
+                self.renew_fetcher(loader, keep=True)
         self.was_accessed = True
         return self.given
 
@@ -142,7 +142,7 @@ class Source:
             return len(self.given)
         if not self.hosts:
             return len(self.own_dataset())
-        self.connect()
+        self.renew_fetcher()
         self.fetcher.wait_for_host()
         return self.fetcher.first_made[1].length
 
@@ -175,7 +175,7 @@ class Source:
                 chunk = chunk._replace(caller=chunk.caller._replace(worker=worker))
             with undisturbed(self.rngs):
                 return prepare(dataset, self.rngs, chunk, self.collate_fn)
-        self.connect(loader)
+        self.renew_fetcher(loader)
         if self.torch_fetcher is not last and self.is_dataset:
             self.begin_comparison(chunk)
         try:
@@ -284,8 +284,8 @@ class Source:
             self.batch, self.place = loader.batch, 0
         return (loader.seed, self.epoch), loader.batch + self.first_batch
 
-    def connect(self, loader: LoaderState | None = None, keep: bool = False) -> None:
-        """Have the data hosts get the Dataset as it is now.
+    def renew_fetcher(self, loader: LoaderState | None = None, keep: bool = False) -> None:
+        """Replace the Fetcher if the Dataset has changed, so that data hosts get it as it is now.
 
         It is pickled once for its digest, and again, into a file, for each upload, so the pickle is
         never in memory as a whole. With `keep`, it is pickled once, into a file that is kept.

@@ -29,7 +29,7 @@ from feed.fetch import Fetcher
 from feed.iterate import Stream
 from feed.log import logger
 from feed.source import Source
-from feed.wire import Lost, Unanswered
+from feed.wire import CallAgain, Lost
 from feed.wrapper import Wrapper
 
 START_SECONDS = 5.0  # to wait for hosts that failed, since a stream stays where it is opened
@@ -85,7 +85,7 @@ class RemoteStream(Wrapper, IterableDataset):
         if not source.hosts:
             return iter(source.given)
         source.is_changed |= not source.is_kept  # it may have changed unnoticed
-        source.connect(loader)
+        source.renew_fetcher(loader)
         stream = Stream(
             loader.seed if loader else torch.initial_seed(),
             info.id if info else 0,
@@ -217,9 +217,9 @@ class OpenStream:
             elif reply.value and time.monotonic() > self.said_at + SAY_SECONDS:
                 done = pickle.loads(reply.value)
                 self.say(f"skips samples that were taken before: {done} of {self.taken[-1]}")
-        except (Lost, Died, Unanswered) as error:
+        except (Lost, Died, CallAgain) as error:
             self.close()
-            self.losses += not isinstance(error, Unanswered)
+            self.losses += not isinstance(error, CallAgain)
             if self.losses >= ATTEMPTS:
                 raise RuntimeError(
                     f"a stream was lost {ATTEMPTS} times over one sample, the last time on data "

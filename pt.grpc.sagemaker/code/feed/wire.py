@@ -70,8 +70,8 @@ class Reply(NamedTuple):
         return sum(size + padding(size) for size in self.sizes)
 
 
-class Unanswered(Exception):
-    """A call has ended without an answer, and is to be made again. The host has not failed."""
+class CallAgain(Exception):
+    """A call has not given what it was for, and is to be made again. The host has not failed."""
 
 
 class Lost(Exception):

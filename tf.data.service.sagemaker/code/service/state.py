@@ -44,7 +44,7 @@ def renew(graph: GraphDef, allow: Collection[str] = ()) -> None:
         captured = [nodes.nodes[name] for name in nodes.inputs(node, ".*other_arguments")]
         variables = [nodes.nodes[nodes.nodes[n].input[1]] for n in writers(nodes, captured)]
         values = [each.attr["value"].SerializeToString() for each in variables if is_integer(each)]
-        check_seeds(values)
+        refuse_shared_seeds(values)
         if any(each.op == "Const" and each.attr["dtype"].type == DT_RESOURCE for each in captured):
             refuse(
                 "an iterator, queue or DenseHashTable from outside",
@@ -59,7 +59,7 @@ def renew(graph: GraphDef, allow: Collection[str] = ()) -> None:
             for node in function.node_def
             if "seed2" in node.attr
         ]
-        check_seeds([each for each in seeds if any(each)])
+        refuse_shared_seeds([each for each in seeds if any(each)])
         for node in function.node_def:
             for seed in SEEDS & {*node.attr}:
                 node.attr[seed].i = 0
@@ -157,8 +157,8 @@ def writers(nodes: Nodes, captured: Collection[NodeDef]) -> list[str]:
     return [name for name in names if nodes.nodes[name].op == "AssignVariableOp"]
 
 
-def check_seeds(seeds: list[Any]) -> None:
-    """Raise ValueError if two ops or generators would draw the same numbers."""
+def refuse_shared_seeds(seeds: list[Any]) -> None:
+    """Raise ValueError if two have the same seed, since they would draw different numbers there."""
     if len({*seeds}) < len(seeds):
         refuse(
             "two random ops, layers or generators with the same seed",
