@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from feed import client as feed_client
 from feed import fetch
+from feed.samples import Chunk
 from helpers.data_hosts import (
     DataHost,
     free_port,
@@ -274,6 +275,21 @@ def test_a_slow_host_does_not_hold_up_a_fast_one(start):
     assert [index for batch in batches for index, _ in batch] == [*range(960)]
     served = Counter(pace for batch in batches[10:] for _, pace in batch)
     assert 0 < served[40] < served[10] / 2, served
+
+
+@pytest.mark.parametrize("pace, least, most", [("1", 8, 32), ("20", 4, 4)])
+def test_chunks_are_larger_if_samples_are_cheap(start, monkeypatch, pace, least, most):
+    """A call takes about 1 ms of CPU on either side, which is much for a few cheap samples."""
+    sizes, get_chunk = [], feed_client.DataHost.get_chunk
+
+    def noted(host: feed_client.DataHost, chunk: Chunk, *arguments) -> list:
+        sizes.append(len(chunk.indices))
+        return get_chunk(host, chunk, *arguments)
+
+    monkeypatch.setattr(feed_client.DataHost, "get_chunk", noted)
+    hosts = up(start(workers=8, environment={"PACE": pace}))
+    list(loader_of(hosts, PACED, [[*range(i, i + 64)] for i in range(0, 640, 64)]))
+    assert all(least <= size <= most for size in sizes[-4:]), sizes
 
 
 # The hosts' processes
