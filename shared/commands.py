@@ -20,7 +20,7 @@ def reader_may_leave() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard the rest
 
 
-def numbers_in(lines: Iterable[str]) -> dict[str, Any]:
+def measured_numbers(lines: Iterable[str]) -> dict[str, Any]:
     """Find the line of numbers that measured.py printed to a log, the last if there are several.
 
     Returns:

@@ -19,7 +19,7 @@ from shared.advisor.prediction import RANK_GB_PER_S, Measured
 from shared.advisor.report import plot, shortlist
 from shared.advisor.sources import from_numbers, measure
 from shared.advisor.verdict import advise
-from shared.commands import numbers_in, reader_may_leave
+from shared.commands import measured_numbers, reader_may_leave
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -86,7 +86,7 @@ def _measured(args: argparse.Namespace) -> Measured:
 def _from_file(path: str, corrections: dict) -> Measured:
     """Read the numbers that measured.py printed; the command line may override the instances."""
     with open(0 if path == "-" else path, errors="replace") as file:
-        numbers = numbers_in(file)
+        numbers = measured_numbers(file)
     if not numbers:
         raise ValueError(
             f'{path} has no line of numbers ({{"measured": ...}}), which measured.py prints last: '

@@ -5,7 +5,7 @@ from math import nan
 from typing import Any
 
 from shared.advisor.prediction import Measured
-from shared.commands import numbers_in
+from shared.commands import measured_numbers
 from shared.measured import NOTICE
 
 
@@ -56,7 +56,7 @@ def measure(job_name: str, synthetic_job: str | None = None) -> Measured:
 
     group = instance_type, count = _instances(job_name)
     lines = [line.text for line in monitoring.logs(job_name)]
-    if numbers := numbers_in(lines):
+    if numbers := measured_numbers(lines):
         if synthetic_job:
             raise ValueError(f"{job_name!r} has measured both step times: omit synthetic_job.")
         source = f"Job {job_name}: {numbers.get('source', '')}"

@@ -5,7 +5,7 @@ from math import nan
 
 import pandas as pd
 
-from shared.commands import numbers_in
+from shared.commands import measured_numbers
 from shared.measured import data_percent
 from shared.monitoring.log import LogLine, logs, step_table, steps
 
@@ -44,7 +44,7 @@ def read_log(job_name: str, synthetic_job: str | None = None, needs_steps: bool 
     lines = logs(job_name)
     table = steps(job_name, lines) if needs_steps else step_table(lines)
     found = {"step_ms": nan if table.empty else table["step_time_ms"].median()}
-    found |= {"without_data_ms": nan} | numbers_in(line.text for line in lines)
+    found |= {"without_data_ms": nan} | measured_numbers(line.text for line in lines)
     if synthetic_job:
         found["without_data_ms"] = read_log(synthetic_job).step_ms
     return JobLog(lines, table, found["step_ms"], found["without_data_ms"])

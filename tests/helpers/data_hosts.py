@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import psutil
+import torch.utils.data
 from torch.utils.data import DataLoader, Dataset
 
 from feed import RemoteDataset
@@ -30,6 +31,10 @@ TOKEN = "a token"
 # The ports are below Linux's ephemeral ports. Each test process (pytest-xdist) has its own ports.
 PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS = iter(random.sample(range(30_000 + PROCESS % 8, 32_768, 8), 346))
+
+
+# When Python deletes a loader that an error has ended, torch waits so long for each worker.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 class DataHost:

@@ -38,14 +38,16 @@ OPTIONS = [
 ]
 
 
-def serve(its: socket.socket, main: socket.socket, address: str, token: str, workers: int) -> None:
+def serve(
+    mains_end: socket.socket, main: socket.socket, address: str, token: str, workers: int
+) -> None:
     """Serve until the main process ends."""
     import grpc  # only after the fork
 
     from feed import wire
     from feed.front import Front
 
-    its.close()
+    mains_end.close()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker of a Dataset takes one
     # Otherwise clients would wait for a thread that has failed. A launcher starts the server again.

@@ -59,7 +59,7 @@ class Source:
         self.first_batch, self.process = 0, 0
         self.share_with_workers()
         self.ranks: tuple[int, int] | None = None  # those of the process that spawned this one
-        self.ranks_here()
+        self.note_ranks()
 
     def share_with_workers(self) -> None:
         """Make what this process and the workers that it forks have in common."""
@@ -73,7 +73,7 @@ class Source:
         dump(file, by_reference=not self.hosts, dataset=self.given, collate_fn=self.collate_fn)
         own = "is_dataset", "hosts", "token", "timeout", "first_batch"
         state = {name: getattr(self, name) for name in own}
-        state |= {"pickled": file.getvalue(), "ranks": self.ranks_here()}
+        state |= {"pickled": file.getvalue(), "ranks": self.note_ranks()}
         of_class = {"were_together": Source.were_together, "began_with": Source.began_with}
         return state | of_class
 
@@ -96,7 +96,8 @@ class Source:
             self.rngs: dict | None = None  # until they are looked for
             self.comparison: Comparison | None = None  # of this epoch, until it is over
             self.torch_fetcher = self.batch = None  # of the epoch, and its last batch
-            self.stream, self.is_kept = None, False  # a RemoteStream's stream; see renew_fetcher
+            self.stream = None  # a RemoteStream's
+            self.pickle_is_kept = False  # see renew_fetcher
             self.epoch = self.place = -1
             self.noticed, self.pickled_init_fn = set(), b""
             self.init_fn_modules: set[str] = set()  # modules that worker_init_fn refers to
@@ -126,8 +127,11 @@ class Source:
         """Have the Dataset sent again, unless a worker has changed its own copy."""
         self.is_changed |= not get_worker_info()
 
-    def ranks_here(self) -> tuple[int, int] | None:
-        """Return torch.distributed's rank and world size, or None if this rank is in no group."""
+    def note_ranks(self) -> tuple[int, int] | None:
+        """Return torch.distributed's rank and world size, or None if this rank is in no group.
+
+        Also notes if all ranks are together now.
+        """
         ranks = self.ranks
         if dist.is_available() and dist.is_initialized():
             ranks = dist.get_rank(), dist.get_world_size()
@@ -136,7 +140,7 @@ class Source:
         return ranks
 
     def length(self) -> int:
-        self.ranks_here()  # samplers take the length in each epoch, before workers start
+        self.note_ranks()  # samplers take the length in each epoch, before workers start
         self.begin_process()
         if self.is_dataset:
             return len(self.given)
@@ -238,7 +242,7 @@ class Source:
 
     def caller(self, loader: LoaderState | None) -> Caller:
         """Describe this rank; raise RuntimeError if it would train alone, apart from the others."""
-        ranks = self.ranks_here()
+        ranks = self.note_ranks()
         if loader and world_size() > 1 and not Source.were_together:
             raise RuntimeError(
                 f"WORLD_SIZE is {world_size()}, but torch.distributed has a process group of "
@@ -311,7 +315,7 @@ class Source:
         # A worker_init_fn may make some.
         self.has_rngs = facts.has_rngs or bool(loader and loader.worker_init_fn)
         self.is_changed = self.was_accessed = False
-        self.is_kept |= keep
+        self.pickle_is_kept |= keep
         if not self.fetcher or self.fetcher.digest != facts.sha256:
             what, sha256 = facts.what, facts.sha256
             self.fetcher = Fetcher(self.hosts, self.token, self.timeout, what, sha256, open_pickle)

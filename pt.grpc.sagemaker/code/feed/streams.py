@@ -84,7 +84,7 @@ class RemoteStream(Wrapper, IterableDataset):
         caller = source.caller(loader)
         if not source.hosts:
             return iter(source.given)
-        source.is_changed |= not source.is_kept  # it may have changed unnoticed
+        source.is_changed |= not source.pickle_is_kept  # it may have changed unnoticed
         source.renew_fetcher(loader)
         stream = Stream(
             loader.seed if loader else torch.initial_seed(),

@@ -112,10 +112,10 @@ def run_template(main: socket.socket, requests: socket.socket) -> None:
 
 
 def serve_chunks(
-    loaded: tuple, rngs: dict, set_ranks: Callable, requests: socket.socket, pipe: socket.socket
+    loaded: tuple, rngs: dict, set_ranks: Callable, of_template: socket.socket, pipe: socket.socket
 ) -> None:
     """Run a worker: prepare one chunk after the other, or a stream."""
-    requests.close()
+    of_template.close()
     given, is_dataset, collate_fn = loaded
     connection, file = Connection(os.dup(pipe.fileno())), pipe.makefile("wb", FRAME)
     connection.send(os.getpid())

@@ -242,9 +242,9 @@ def check(graph: GraphDef, allow: Collection[str] = ()) -> None:
     upstream = nodes.upstream(end_of(graph))
     shared = [(nodes, node) for node in upstream if op_of(node) not in ("", *allow)]
     bodies = [Nodes(each.node_def, functions) for each in functions.values()]
-    filters = [(body, node) for body in bodies for node in body.nodes.values()]
+    in_functions = [(body, node) for body in bodies for node in body.nodes.values()]
     for rule in RULES:
-        for where, node in [*shared, *(filters if rule.ops == "Filter" else ())]:
+        for where, node in [*shared, *(in_functions if rule.ops == "Filter" else ())]:
             if op_of(node) in rule.ops.split() and rule.applies(where, node):
                 refuse(rule.name, rule.wrong, rule.instead)
     for op in (op_of(node) for _, node in shared):
