@@ -36,7 +36,8 @@ class HostState(Enum):
     """What this process knows of a data host. It greets it to learn whether it has the Dataset.
 
     UNREADY, FAILED -> GREETING -> READY. GREETING -> UNREADY: not yet. READY -> UNREADY: it has
-    dropped the Dataset, or was restarted. READY, GREETING -> FAILED: the call has failed.
+    dropped the Dataset, or was restarted between two calls. READY, GREETING -> FAILED: the call has
+    failed.
     """
 
     UNREADY = auto()  # it does not have the Dataset yet, as far as is known

@@ -60,12 +60,12 @@ def write_variables(file: Any, content: bytes) -> None:
     file.write(content + len(content).to_bytes(SIZE, "big"))
 
 
-def load(name: str) -> tuple:
+def load(descriptor: int) -> tuple:
     """Set the variables; return Dataset or callable, whether it is the Dataset, and collate_fn.
 
-    Runs on a data host.
+    Runs on a data host, where the file is in memory.
     """
-    with open(name, "rb") as file:
+    with open(descriptor, "rb") as file:
         file.seek(-SIZE, os.SEEK_END)
         size = int.from_bytes(file.read(), "big")
         file.seek(0)

@@ -65,7 +65,7 @@ class Source:
         """Make what this process and the workers that it forks have in common."""
         self.is_compared = mmap.mmap(-1, 1)  # whether samples have been compared
         if self.hosts:
-            self.digested = open(os.memfd_create("digest"), "r+b")  # see facts  # noqa: SIM115
+            self.shared_facts = open(os.memfd_create("digest"), "r+b")  # see facts  # noqa: SIM115
 
     def __getstate__(self) -> dict:
         """Pickle this for a spawned process, in which the script is not `__main__`."""
@@ -336,17 +336,17 @@ class Source:
         # torch starts them one after the other.
         number = multiprocessing.current_process()._identity[-1] - info.id
         of_loader = os.getppid(), number, loader.seed
-        fcntl.lockf(self.digested, fcntl.LOCK_EX)
+        fcntl.lockf(self.shared_facts, fcntl.LOCK_EX)
         try:
-            size = os.fstat(self.digested.fileno()).st_size
-            data = os.pread(self.digested.fileno(), size, 0)
+            size = os.fstat(self.shared_facts.fileno()).st_size
+            data = os.pread(self.shared_facts.fileno(), size, 0)
             its, found = pickle.loads(data) if data else (None, None)
             if its != of_loader:
                 found = facts_of(parts, self.init_fn_modules, None)
-                os.pwrite(self.digested.fileno(), pickle.dumps((of_loader, found)), 0)
+                os.pwrite(self.shared_facts.fileno(), pickle.dumps((of_loader, found)), 0)
                 return found
         finally:
-            fcntl.lockf(self.digested, fcntl.LOCK_UN)
+            fcntl.lockf(self.shared_facts, fcntl.LOCK_UN)
         return facts_of(parts, self.init_fn_modules, None) if found.is_shared else found
 
     def notice(self, is_batch: bool, is_divisible: bool, loader: LoaderState | None) -> None:

@@ -11,7 +11,7 @@ from hetero.process import TICK_SECONDS
 
 # The rank that caused a failure may exit after the ranks that lost their connection to it. So wait
 # for further failures, after a rank has failed by itself, or after ranks only lost connections.
-SETTLE_SECONDS, CAUSE_SECONDS = 1, 10
+SETTLE_SECONDS, AWAIT_CAUSE_SECONDS = 1, 10
 SIGTERM_SECONDS = 100  # for the ranks to end when the job is stopped; SageMaker kills after 120 s
 # At the end of the job: for hosts to stop their processes; for hosts to exit, or to appear.
 ENDING_SECONDS, EXITING_SECONDS = 60, 10
@@ -124,9 +124,9 @@ class Leader:
             is_time = absent or self.seconds_since("stop") > SIGTERM_SECONDS
             reason = f"The job was stopped (SIGTERM). {reason}".strip()
         elif failures:
-            event = "consequence" if is_consequence else "cause"
+            event = "only consequences" if is_consequence else "cause known"
             self.note(event)
-            patience = CAUSE_SECONDS if is_consequence else SETTLE_SECONDS
+            patience = AWAIT_CAUSE_SECONDS if is_consequence else SETTLE_SECONDS
             is_time = self.seconds_since(event) > patience
         else:
             seconds = self.plan.join_timeout
