@@ -188,8 +188,8 @@ class Summary(NamedTuple):
 
     def is_like(self, other: "Summary") -> bool:
         """Return whether both may be of the same Dataset. CPUs may round differently."""
-        is_near = np.allclose(self.means, other.means, 1e-3, 1e-3, equal_nan=True)
-        return self[:3] == other[:3] and is_near
+        means = self.means, other.means
+        return self[:3] == other[:3] and np.allclose(*means, 1e-3, 1e-3, equal_nan=True)
 
 
 def summary(dataset: Any, rngs: dict) -> Summary:
