@@ -111,8 +111,11 @@ def test_with_the_job_without_data_it_is_known_what_data_costs(two_jobs):
 
 def test_step_times_are_those_that_measured_has_found(two_jobs):
     """Some of the step lines of such a job are of repeated batches."""
+    per_ms = costs.compare(two_jobs)[["samples per s", "step time (ms)"]].prod(axis=1)
     put_log("local", "algo-1", ['{"measured": {"step_ms": 120, "without_data_ms": 30}}'], at_s=1)
     table = costs.compare(two_jobs)
+    # A step still has as many samples.
+    assert list(table[["samples per s", "step time (ms)"]].prod(axis=1)) == pytest.approx([*per_ms])
     assert list(table["step time (ms)"]) == [120, 42]
     assert table.loc["homogeneous", "step without data (ms)"] == 30
     put_log("synthetic", "algo-1", step_lines((33, 0), (34, 0)))

@@ -125,7 +125,8 @@ class ValuePickler(DatasetPickler):
 def fingerprint(value: Any) -> tuple[bytes, set[str]]:
     """Return a digest of a value, or nothing if it stays here, and the modules that it refers to.
 
-    The digest does not depend on which equal parts are the same object, unless there are cycles.
+    The digest does not depend on which equal parts are the same object, unless there are cycles, or
+    more than MOST_COPIES of a function or class.
     """
     is_sent = not isinstance(value, OF_THE_TRAINING) and not is_rng(value)
     for without_memo in (True, False) if is_sent else ():

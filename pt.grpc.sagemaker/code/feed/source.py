@@ -65,7 +65,7 @@ class Source:
         """Make what this process and the workers that it forks have in common."""
         self.is_compared = mmap.mmap(-1, 1)  # whether samples have been compared
         if self.hosts:
-            self.shared_facts = open(os.memfd_create("digest"), "r+b")  # see facts  # noqa: SIM115
+            self.shared_facts = open(os.memfd_create("facts"), "r+b")  # see facts  # noqa: SIM115
 
     def __getstate__(self) -> dict:
         """Pickle this for a spawned process, in which the script is not `__main__`."""

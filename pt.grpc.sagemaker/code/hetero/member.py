@@ -74,12 +74,11 @@ class Member:
                 orders |= await receive(reader, self.plan.patience(self.cluster.host))
                 if orders["refused"]:
                     raise ConnectionError(f"refused, {orders['refused']}")
-                # Data servers keep running for the last steps.
-                if orders["phase"] == Phase.STOPPING:
+                if orders["phase"] == Phase.STOPPING:  # data servers go on for the last steps
                     self.stop_ranks()
                 while self.waiting and orders["phase"] == Phase.TRAINING:
                     self.start(self.train(self.waiting.pop(0)))
-                await asyncio.sleep(0)  # these tasks start their ranks before the next word
+                await asyncio.sleep(0)  # these tasks start their ranks before the next orders
                 if orders["phase"] >= Phase.ENDING:
                     await self.end_all()
                 self.say(ended=orders["phase"] >= Phase.ENDING)
