@@ -16,6 +16,7 @@ PRINTED = {
     "wait": r"data wait \(ms\) +([\d.]+)",
     "percent": r"data wait \(%\) +(\d+) %",
     "usd_before, usd_after": r"USD per 1,000 steps +([\d.]+) +([\d.]+)",
+    "work": r"([\d.]+) ms, the data's CPU work: \d+ core-ms / 1 cores",
     "predicted, measured": r"price performance: predicted \+(\d+) %, measured \+(\d+) %",
 }
 
@@ -42,7 +43,7 @@ def assert_said(page: str, sentences: list[str]) -> None:
 def test_teaching_expects_what_the_pytorch_notebook_shows():
     run = numbers_of(PYTORCH_NOTEBOOK)
     before, wait, floor = (float(run[name]) for name in ("before", "wait", "floor"))
-    speed_up = before / float(run["after"])
+    speed_up, work = before / float(run["after"]), 4 * float(run["work"])  # of lab 2's exercise
     assert_said(
         "docs/teaching.md",
         [
@@ -54,6 +55,12 @@ def test_teaching_expects_what_the_pytorch_notebook_shows():
             f"the work on data is {run['core_ms']} core-ms a step",
             f"The step without data takes {floor} ms",
             f"The job took {run['after']} ms",
+            f"costs {before - floor:.0f} of the {before:.0f} ms",
+            f"takes about {work / 512:.3f} ms for a sample",
+            f"4 x 128 x {work / 512:.3f} = {work:.0f} core-ms a step | with one host {work:.0f} ms",
+            f"({work:.0f} + {floor:.0f}) / 2 = {(work + floor) / 2:.0f} ms",
+            f"({work:.0f} / 4 = {work / 4:.0f} ms)",
+            f"({work:.0f} / 2 = {work / 2:.0f} ms)",
             f"{before} ms became {run['after']} ms, a speed-up of {speed_up:.1f}",
             f"USD {run['usd_before']} per 1,000 steps became USD {run['usd_after']}",
             f"Predicted: {run['predicted']} % better price performance",
