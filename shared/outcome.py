@@ -99,7 +99,7 @@ def judge(
 
     Raises:
         ValueError: a job is unknown or has logged no steps, the step time without data is unknown,
-            or an instance type's vCPUs are.
+            or shared/prices.csv lacks an instance type.
     """
     log = read_log(homogeneous_job, synthetic_job)
     if isnan(log.without_data_ms):

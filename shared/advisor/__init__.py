@@ -7,7 +7,7 @@ report.py shows the answer, and command.py is `python -m shared.advisor`.
 from shared.advisor.command import main
 from shared.advisor.prediction import Measured
 from shared.advisor.report import Advice, plot
-from shared.advisor.sources import measure
+from shared.advisor.sources import read_job
 from shared.advisor.verdict import advise
 
-__all__ = ["Advice", "Measured", "advise", "main", "measure", "plot"]
+__all__ = ["Advice", "Measured", "advise", "main", "plot", "read_job"]

@@ -17,9 +17,10 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from shared.advisor.prediction import RANK_GB_PER_S, Measured
 from shared.advisor.report import plot, shortlist
-from shared.advisor.sources import from_numbers, measure
+from shared.advisor.sources import from_numbers, read_job
 from shared.advisor.verdict import advise
-from shared.commands import measured_numbers, reader_may_leave
+from shared.commands import reader_may_leave
+from shared.measured_line import measured_numbers
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -73,7 +74,7 @@ def _measured(args: argparse.Namespace) -> Measured:
     numbers = {name: given[name] for name in options & given.keys() - {"instance"}}
     numbers |= {"instance_type": args.instance} if args.instance else {}
     if source == "job":
-        measured = measure(args.job, args.synthetic_job)
+        measured = read_job(args.job, args.synthetic_job)
     elif source == "log":
         del numbers["log"]
         measured = _from_file(args.log, numbers)

@@ -5,8 +5,8 @@ from math import nan
 from typing import Any
 
 from shared.advisor.prediction import Measured
-from shared.commands import measured_numbers
 from shared.measured import NOTICE
+from shared.measured_line import measured_numbers
 
 
 def from_numbers(numbers: Mapping[str, Any]) -> Measured:
@@ -38,7 +38,7 @@ def _plausible(step_ms: float, without_data_ms: float) -> tuple[float, str]:
     return min(without_data_ms, step_ms), ""
 
 
-def measure(job_name: str, synthetic_job: str | None = None) -> Measured:
+def read_job(job_name: str, synthetic_job: str | None = None) -> Measured:
     """Read a homogeneous training job's numbers: times from its log, utilisation from CloudWatch.
 
     Args:

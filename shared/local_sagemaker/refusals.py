@@ -1,6 +1,6 @@
 """Refuse what AWS refuses although its model allows it, in AWS's words if a public source has them.
 
-Where no other source is named, it is the API reference of the member, which botocore ships as well.
+`check` also asks supported.py, which refuses what this machine does not do. Where no other source is named, it is the API reference of the member, which botocore ships as well.
 No public source was found for the names of channels and groups, and for counts of at least 1.
 """
 
@@ -17,7 +17,7 @@ DEFAULT_MAX_RUNTIME, LONGEST_MAX_RUNTIME = 86_400, 28 * 86_400  # seconds
 
 
 def check(request: dict, existing_job: FakeTrainingJob | None) -> None:
-    """Raise the error that CreateTrainingJob returns, if any."""
+    """Raise what CreateTrainingJob returns if AWS or this machine refuses the request."""
     if existing_job:
         raise ResourceInUseException(
             "Training job names must be unique within an AWS account and region, "

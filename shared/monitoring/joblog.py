@@ -5,8 +5,8 @@ from math import nan
 
 import pandas as pd
 
-from shared.commands import measured_numbers
 from shared.measured import data_percent
+from shared.measured_line import measured_numbers
 from shared.monitoring.log import LogLine, logs, step_table, steps
 
 

@@ -230,7 +230,7 @@ def start(
     if late:
         files["late.py"] = (
             "import hetero, time\ncluster = hetero.read_cluster()\n"
-            f"if (cluster.group, cluster.rank) == ('data_group', 1):\n    time.sleep({late})\n"
+            f"if (cluster.group, cluster.node_rank) == ('data_group', 1):\n    time.sleep({late})\n"
         )
         command = f"python late.py && {command}"
     hyperparameters = {**HYPERPARAMETERS, **settings.pop("hyperparameters", {})}

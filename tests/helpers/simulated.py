@@ -2,12 +2,12 @@
 
 import json
 
-from shared.commands import NUMBERS
+from shared.measured_line import BEGINNING
 
 
 def numbers(printed: str) -> dict:
     """Return the numbers in the line of JSON."""
-    [line] = [line for line in printed.splitlines() if line.startswith(NUMBERS)]
+    [line] = [line for line in printed.splitlines() if line.startswith(BEGINNING)]
     return json.loads(line)["measured"]
 
 

@@ -314,7 +314,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_log_says_so(start, setup):
     assert "feed: a worker process has died" in host.said()
 
 
-HASTY = "import feed.worker; feed.worker.CHUNK_SECONDS = 2"
+HASTY = "import feed.worker; feed.worker.CHUNK_TIMEOUT = 2"
 
 
 @thorough
@@ -378,7 +378,7 @@ def test_a_frozen_worker_holds_nobody_up_if_there_is_another_host(start, frozen,
         worker.suspend()
     received += list(batches)
     assert [index for [(index, _)] in received] == list(range(100))
-    assert "worker process" not in hosts[0].said()  # CHUNK_SECONDS have not passed
+    assert "worker process" not in hosts[0].said()  # CHUNK_TIMEOUT have not passed
 
 
 def test_a_lone_host_prepares_a_slow_sample_once(start):

@@ -269,7 +269,7 @@ RANKED = """
 import hetero
 from hetero.topology import rank_environment
 cluster = hetero.read_cluster()
-told = rank_environment(cluster, cluster.rank, 1)
+told = rank_environment(cluster, cluster.node_rank, 1)
 print(cluster.group, told["RANK"], told["WORLD_SIZE"], "GLOO_SOCKET_IFNAME" in told, *cluster.hosts)
 """
 

@@ -52,7 +52,7 @@ RESETS = member("ALL_RESTARTS = 3, 60, 50", "ALL_RESTARTS = 3, 0, 2")
 AT_ONCE = member("pause = 2 ** (failures - 1)", "pause = 0")  # helpers/endings.py has the pauses
 FREEZES_EARLY = """
 import signal, socket
-if (cluster.group, cluster.rank) == ("dnn_group", 0):
+if (cluster.group, cluster.node_rank) == ("dnn_group", 0):
     server = socket.create_server((cluster.bind_address, cluster.base_port))
     signal.signal(signal.SIGTERM, exit)
     time.sleep(100)
@@ -60,7 +60,7 @@ hetero.run([sys.executable, "train.py"], ["sleep", "100"], training_timeout=4)
 """
 # The others are deaf to SIGTERM for three seconds, like the shell that starts them.
 FAILS_FIRST = """
-fails = (cluster.group, cluster.rank) == ("data_group", 0)
+fails = (cluster.group, cluster.node_rank) == ("data_group", 0)
 time.sleep(0 if fails else 3)
 hetero.run([sys.executable, "train.py"], ["/no/such/python" if fails else "sleep", "100"])
 """
@@ -69,7 +69,7 @@ import asyncio, os, signal
 from hetero.member import Member
 join = Member.join
 async def told_first(member):
-    if (cluster.group, cluster.rank) == ({group!r}, 0):
+    if (cluster.group, cluster.node_rank) == ({group!r}, 0):
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(2)
     return await join(member)
@@ -167,7 +167,7 @@ def freeze(*_):
     time.sleep(1)
     sys.exit()
 
-me = f"{{cluster.group}}-{{cluster.rank}}"
+me = f"{{cluster.group}}-{{cluster.node_rank}}"
 (pids / me).write_text(str(os.getppid()))
 if me == "{victim}":  # SageMaker would do so 120 s after SIGTERM
     kill = f"sleep 25; kill -KILL {{os.getppid()}}"
@@ -297,7 +297,7 @@ def test_a_data_host_may_be_silent_for_a_while_when_the_training_ends(jobs: Jobs
 CRASH = """
 import subprocess, sys, time
 import hetero
-time.sleep(100 * hetero.read_cluster().rank)
+time.sleep(100 * hetero.read_cluster().node_rank)
 for number in range(8):
     subprocess.Popen(["sleep", str(number)], start_new_session=number < 2)
 sys.exit(1)
@@ -321,7 +321,7 @@ def test_a_server_beside_the_training_may_end_and_never_outlives_it(jobs: Jobs):
     """On one training host it ends again and again, as it would without its channel."""
     serve = (
         "import hetero, time\ncluster = hetero.read_cluster()\nprint(cluster.group, flush=True)\n"
-        "time.sleep(0 if (cluster.group, cluster.rank) == ('dnn_group', 0) else 100)"
+        "time.sleep(0 if (cluster.group, cluster.node_rank) == ('dnn_group', 0) else 100)"
     )
     train = "import time\ntime.sleep(12)\nprint('trained')"
     log = log_of(jobs, train, "--spare-cores 1", serve, AT_ONCE)

@@ -198,7 +198,7 @@ def trained(jobs) -> dict[str, str]:
 
 
 def test_reads_its_numbers_from_jobs(trained, capsys):
-    measured = advisor.measure(trained["homogeneous"], trained["synthetic"])
+    measured = advisor.read_job(trained["homogeneous"], trained["synthetic"])
     assert (measured.instance_type, measured.count) == ("ml.g5.2xlarge", 1)
     assert (measured.step_ms, measured.without_data_ms) == (120, 60)
     assert math.isnan(measured.gpu_percent)  # there is none here
@@ -235,7 +235,7 @@ def test_a_job_that_cannot_tell_is_a_clear_sentence(trained, capsys, arguments, 
 
 def test_a_job_that_is_slower_without_data_does_not_wait_for_data(trained):
     """Otherwise a notebook would stop if its machine was busy with other things."""
-    measured = advisor.measure(trained["synthetic"], trained["homogeneous"])
+    measured = advisor.read_job(trained["synthetic"], trained["homogeneous"])
     assert (measured.step_ms, measured.without_data_ms) == (60, 60)
     said = " ".join(repr(advisor.advise(measured)).split())
     assert "were longer, 120 ms, and count as equally long" in said and "are swapped." in said

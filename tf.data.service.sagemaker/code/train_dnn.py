@@ -193,7 +193,7 @@ def build_batches(args: argparse.Namespace, ranks: Ranks) -> Iterable:
     files = pipeline.find_files(f"{args.channels}/{args.files}")
     if args.data_mode == "local" and ranks.rank == 0:
         cost = pipeline.milliseconds_per_sample(files, args.augment)
-        print(f"data_ms_per_sample={cost:.3f} workers={len(os.sched_getaffinity(0))}")
+        print(f"data_ms_per_sample={cost:.3f}")
     return pipeline.build(
         files,
         args.batch_size,

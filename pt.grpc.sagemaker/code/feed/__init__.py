@@ -10,7 +10,7 @@ samples.py    prepares samples, and seeds their random numbers
 pickling.py   pickles the Dataset for the data hosts; inherit.py: what else they need
 dataset_file.py  the file with both; modules.py: which modules are the script's own
 compare.py    compares a sample with one that is prepared here
-log.py        what it says in the training script
+log.py        how it says something
 wire.py       the messages: how they are signed, and how samples are encoded
 server.py     the server of a data host: python -m feed.server HOST:PORT; front.py: answers calls
 worker.py     the server's processes that hold Datasets
@@ -18,7 +18,7 @@ worker.py     the server's processes that hold Datasets
 
 from typing import Any
 
-__version__ = "2026-11-27.5"  # CHANGES.md says what else to change when you update your copy
+__version__ = "2026-11-28"  # CHANGES.md says what else to change when you update your copy
 __all__ = ["RemoteDataset", "as_is"]
 
 

@@ -140,7 +140,7 @@ class DataHost:
         """
         if not is_fresh:
             host = self.number, self.count
-            chunk = chunk._replace(caller=chunk.caller._replace(host=host))
+            chunk = chunk._replace(caller=chunk.caller._replace(data_host=host))
         reply, call = self.reply_to(chunk, calls, is_fresh)
         if reply.state != wire.DONE:
             self.raise_dropped()

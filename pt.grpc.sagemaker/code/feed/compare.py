@@ -103,7 +103,7 @@ class Comparison:
     def __init__(self, name: str, chunk: Chunk, here: Callable[[Chunk], HereProcess]):
         self.name, self.is_one = name, len(chunk.indices) == 1
         chunks = [
-            chunk._replace(caller=chunk.caller._replace(worker=(number, PROCESSES)))
+            chunk._replace(caller=chunk.caller._replace(data_worker=(number, PROCESSES)))
             for number in range(PROCESSES)
         ]
         self.here = [here(chunk) for chunk in chunks]

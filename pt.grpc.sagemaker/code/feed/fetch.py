@@ -78,7 +78,7 @@ class Fetcher:
         self.came: queue.Queue[tuple[DataHost, Task | None, Any]] = queue.Queue()
         self.failed_chunk: Chunk | None = None  # over which the Dataset last raised an exception
         self.since = 0.0  # when waiting began: silence before that does not count
-        self.made_at = self.ready_at = time.monotonic()  # ready_at: when a host last was ready
+        self.began_at = self.ready_at = time.monotonic()  # ready_at: when a host last was ready
         fetchers.add(self)
 
     def fetch(
@@ -136,7 +136,7 @@ class Fetcher:
         """
         self.since = time.monotonic()
         while not (ready := self.ready()) or any(
-            time.monotonic() < self.made_at + (failed_seconds if host.failure else other_seconds)
+            time.monotonic() < self.began_at + (failed_seconds if host.failure else other_seconds)
             for host in self.hosts
             if host not in ready
         ):

@@ -15,7 +15,7 @@ from typing import Any
 from feed import wire
 from feed.samples import as_error
 from feed.wire import DIED, DONE, RAISED, UNKNOWN, WAITING, Reply, Request
-from feed.worker import CHUNK_SECONDS, Worker, how_it_failed, new_process
+from feed.worker import CHUNK_TIMEOUT, Worker, how_it_failed, new_process
 
 ATTEMPTS = 3  # for a chunk or a Dataset whose processes die or hang
 INIT_FNS = 8  # worker_init_fns for which a thread keeps a worker of a Dataset
@@ -122,7 +122,7 @@ class Front:
         """Yield what a process of its own sends. The process ends with the call."""
         worker = None
         try:
-            worker = Worker(copy.template, CHUNK_SECONDS)
+            worker = Worker(copy.template, CHUNK_TIMEOUT)
             worker.connection.send_bytes(request.wanted)
             threading.Thread(target=worker.pass_on, args=(epochs,), daemon=True).start()
             while is_wanted():
@@ -148,7 +148,7 @@ class Front:
         """Yield what a new process prepares, which ends then."""
         worker = None
         try:
-            worker = Worker(copy.template, CHUNK_SECONDS)
+            worker = Worker(copy.template, CHUNK_TIMEOUT)
             worker.connection.send_bytes(chunk)
             while is_wanted():
                 if worker.connection.poll(BEAT_SECONDS):

@@ -1,4 +1,4 @@
-"""What the loader says in a training script: by Python's logger `feed`, at first on stdout.
+"""What the loader says: by Python's logger `feed`, at first on stdout.
 
 A script that configures logging gets these messages in its own way, and can leave some out:
 logging.getLogger("feed").setLevel(logging.WARNING).

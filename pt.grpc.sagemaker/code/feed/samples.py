@@ -26,14 +26,14 @@ USE_TESTED_TORCH = f"use a torch that feed was tested with, such as 2.13, not {t
 
 
 class Caller(NamedTuple):
-    """What a Dataset can find out about the process that wants its samples."""
+    """What a Dataset can find out about who wants its samples, and who prepares them."""
 
     ranks: tuple[int, int] | None = None  # torch.distributed's rank and world size, if initialized
     environment: dict[str, str | None] = {}  # that differ here; None: removed
     dtype: torch.dtype = torch.float32  # torch's default
     pickled_init_fn: bytes = b""  # the DataLoader's worker_init_fn
-    host: tuple[int, int] = (0, 1)  # number of the data host, and of how many
-    worker: tuple[int, int] = (0, 1)  # number of the process that prepares them, and of how many
+    data_host: tuple[int, int] = (0, 1)  # number of the data host, and of how many
+    data_worker: tuple[int, int] = (0, 1)  # number of the process that prepares them there
 
 
 class Chunk(NamedTuple):
@@ -101,7 +101,7 @@ def seed_rngs(dataset: Any, rngs: dict, chunk: Chunk, place: Any, index: Any) ->
             rng.manual_seed(seed ^ number)
         else:  # random.Random, np.random.RandomState
             rng.seed(number + seed % 2**31)
-    worker, workers = chunk.caller.worker
+    worker, workers = chunk.caller.data_worker
     set_worker_info(
         torch_worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
     )
@@ -110,8 +110,8 @@ def seed_rngs(dataset: Any, rngs: dict, chunk: Chunk, place: Any, index: Any) ->
 def initialize(dataset: Any, chunk: Chunk) -> None:
     """Call worker_init_fn in a process of a data host, with random numbers of its own."""
     [init_fn] = pickle.loads(chunk.caller.pickled_init_fn)
-    seed_rngs(dataset, {}, chunk, "worker_init_fn", chunk.caller.worker)
-    init_fn(chunk.caller.worker[0])
+    seed_rngs(dataset, {}, chunk, "worker_init_fn", chunk.caller.data_worker)
+    init_fn(chunk.caller.data_worker[0])
 
 
 def set_worker_info(info: Any) -> None:

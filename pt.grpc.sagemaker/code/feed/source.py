@@ -176,7 +176,7 @@ class Source:
                 self.rngs, self.is_changed = rngs_of(dataset, self.collate_fn), False
             if info := get_worker_info():
                 worker = info.id, info.num_workers
-                chunk = chunk._replace(caller=chunk.caller._replace(worker=worker))
+                chunk = chunk._replace(caller=chunk.caller._replace(data_worker=worker))
             with undisturbed(self.rngs):
                 return prepare(dataset, self.rngs, chunk, self.collate_fn)
         self.renew_fetcher(loader)

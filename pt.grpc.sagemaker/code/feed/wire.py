@@ -39,7 +39,7 @@ KEEPALIVE = [  # on both sides, to notice within 20 s if the other one hangs or 
 # The states of a Dataset, a chunk or a stream, in a Reply
 DONE = 0  # the reply has what the request is for
 UNKNOWN = 1  # this host does not have the Dataset: upload it
-WAITING = 2  # the Dataset is being made, or all worker processes are busy
+WAITING = 2  # not yet: the Dataset, the chunk or the stream is still being made
 RAISED = 3  # the Dataset has raised an exception, which is the value
 DIED = 4  # the stream's process has ended; the value says how
 

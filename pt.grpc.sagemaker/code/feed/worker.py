@@ -43,7 +43,7 @@ from feed.samples import (
 )
 from feed.wire import DONE, FRAME, RAISED, Reply, encode, padding
 
-CHUNK_SECONDS = 300  # a worker that is silent over a chunk for longer is replaced
+CHUNK_TIMEOUT = 300  # a worker that is silent over a chunk for longer is replaced
 MAKING_SECONDS = 3600  # the same, while a callable makes the Dataset
 PR_SET_PDEATHSIG = 1
 
@@ -149,9 +149,9 @@ def serve_chunks(
                 if isinstance(chunk, Stream):
                     send_samples(given, chunk, connection, send)  # until the other end closes
                 if workers:  # among those of all data hosts
-                    host, hosts = chunk.caller.host
+                    host, hosts = chunk.caller.data_host
                     worker = number * hosts + host, workers * hosts
-                    chunk = chunk._replace(caller=chunk.caller._replace(worker=worker))
+                    chunk = chunk._replace(caller=chunk.caller._replace(data_worker=worker))
                 if chunk.caller.pickled_init_fn and not is_initialized:
                     initialize(dataset, chunk)
                     rngs, is_initialized = rngs_of(dataset, collate_fn), True
@@ -186,7 +186,7 @@ class Worker:
             self.pid = self.connection.recv()
             self.connection.send(number)
             self.connection.recv_bytes()
-            self.allow(CHUNK_SECONDS)
+            self.allow(CHUNK_TIMEOUT)
         except (OSError, EOFError):
             self.end()
             raise

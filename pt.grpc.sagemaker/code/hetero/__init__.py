@@ -29,5 +29,5 @@ from hetero.command import main
 from hetero.job import fail, run
 from hetero.topology import BASE_DIR, Cluster, hyperparameters, read_cluster
 
-__version__ = "2026-11-27.2"  # CHANGES.md says what else to change when you update your copy
+__version__ = "2026-11-28"  # CHANGES.md says what else to change when you update your copy
 __all__ = ["BASE_DIR", "Cluster", "fail", "hyperparameters", "main", "read_cluster", "run"]

@@ -34,7 +34,7 @@ class Member:
         self.processes: list[Process] = []  # those that may be running
         self.without_sigterm: list[Process] = []  # ranks that have not been sent SIGTERM
         self.writer: asyncio.StreamWriter | None = None
-        first = self.cluster.rank * plan.ranks
+        first = self.cluster.node_rank * plan.ranks
         self.waiting = [*range(first, first + plan.ranks)]  # ranks that have not been started
         self.report = {
             "token": TOKEN,

@@ -39,7 +39,7 @@ class Cluster:
         return sum(self.groups.values(), [])
 
     @property
-    def rank(self) -> int:
+    def node_rank(self) -> int:
         """This host's index in its group, from 0."""
         return self.groups[self.group].index(self.host)
 
@@ -111,8 +111,8 @@ def rank_environment(cluster: Cluster, rank: int, ranks: int) -> dict[str, str]:
     values = {
         "RANK": rank,
         "LOCAL_RANK": rank % ranks,
-        "GROUP_RANK": cluster.rank,
-        "NODE_RANK": cluster.rank,
+        "GROUP_RANK": cluster.node_rank,
+        "NODE_RANK": cluster.node_rank,
         "WORLD_SIZE": len(places),
         "LOCAL_WORLD_SIZE": ranks,
         "GROUP_WORLD_SIZE": len(hosts),

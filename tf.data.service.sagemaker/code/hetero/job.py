@@ -46,11 +46,13 @@ def run(
     data_groups: names of the groups whose hosts serve data. The job need not have all of them.
     ranks: number of ranks on each training host; by default one for each GPU.
     spare_cores: number of vCPUs of each training host that run one more data server, which the job
-        can do without. By default all vCPUs except one physical core for each rank; 0 for none.
+        can do without; 0 for none. By default all vCPUs except one physical core for each rank, or
+        for each GPU if there are more GPUs.
     needed: "first" if the job must fail when it loses the first data host's server.
     join_timeout: how many seconds hosts wait for all others to connect.
-    training_timeout, data_timeout: how many seconds a training or data host may be silent. After
-        that, it counts as lost and the job fails. It gives up on a silent leader after as long.
+    training_timeout, data_timeout: how many seconds a training or data host may be silent; after
+        that it counts as lost and the job fails. A data host that is needed gets training_timeout.
+        It gives up on a silent leader after as long.
     """
     try:
         cluster = read_cluster()
