@@ -1,7 +1,8 @@
 """Refuse what AWS refuses although its model allows it, in AWS's words if a public source has them.
 
-`check` also asks supported.py, which refuses what this machine does not do. Where no other source is named, it is the API reference of the member, which botocore ships as well.
-No public source was found for the names of channels and groups, and for counts of at least 1.
+`check` also asks supported.py, which refuses what this machine does not do. Where no other source
+is named, it is the API reference of the member, which botocore ships as well. No public source was
+found for the names of channels and groups, and for counts of at least 1.
 """
 
 from collections.abc import Iterator
