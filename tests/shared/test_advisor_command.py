@@ -83,7 +83,7 @@ def test_what_price_lists_and_aws_do_not_say_is_a_clear_sentence(monkeypatch, ca
         answer = {"Error": {"Code": "AccessDeniedException", "Message": "not authorized"}}
         raise ClientError(answer, "DescribeLogStreams")
 
-    monkeypatch.setattr("shared.advisor.command.measure", refuse)
+    monkeypatch.setattr("shared.advisor.command.read_job", refuse)
     assert "DescribeLogStreams operation: not authorized" in refusal(capsys, "--job any")
 
 
