@@ -63,6 +63,7 @@ def refusal(capsys, arguments: str) -> str:
         (P4D + " --job any", "--job cannot be combined with --instance, --step-ms"),
         ("--job any --without-data-ms 80", "--job cannot be combined with --without-data-ms"),
         ("--step-ms 192", "--instance TYPE with --step-ms"),
+        ("--instance ml.p4d.24xlarge", "--instance TYPE with --step-ms"),
         ("", "Give --job NAME, --log FILE, or --instance TYPE"),
     ],
 )
