@@ -1,7 +1,9 @@
 """Fixtures for the tests of shared/: prices come from prices.csv, and moto stands in for AWS."""
 
+import functools
 from types import SimpleNamespace
 
+import boto3
 import pytest
 import torch
 from moto import mock_aws
@@ -15,10 +17,19 @@ def no_refreshed_prices(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@pytest.fixture(scope="module")
+def make_client():
+    """Like boto3.client, but a module's tests share each client: one takes long to make."""
+    cached = functools.cache(boto3.client)
+    yield cached
+    cached.cache_clear()  # the local SageMaker does not start beside AWS's clients
+
+
 @pytest.fixture
-def aws(monkeypatch):
+def aws(monkeypatch, make_client):
     """Replace AWS with moto."""
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setattr(boto3, "client", make_client)
     with mock_aws():
         yield
 

@@ -15,7 +15,6 @@ from shared.advisor.verdict import ELSEWHERE, GO, ON_GPU, SCALE_UP, STAY
 P4D = Measured("ml.p4d.24xlarge", 192, without_data_ms=80)
 P5EN = replace(P4D, instance_type="ml.p5en.48xlarge")  # has no price
 G5 = Measured("ml.g5.xlarge", 200, without_data_ms=60)
-G6E = Measured("ml.g6e.2xlarge", 420, without_data_ms=260, cpu_percent=96)
 RANKS = "The limit is how much data the ranks can receive"
 
 
@@ -31,10 +30,7 @@ def short(advice: advisor.Advice) -> tuple[str, list[str]]:
 
 
 ANSWERS = [  # a job, the verdict, and words of what is recommended or of the reasons
-    (replace(P4D, without_data_ms=185), STAY, "data costs 4 % of it"),
     (replace(P4D, without_data_ms=math.nan, gpu_percent=95), STAY, "data costs 5 % of it"),
-    (replace(P4D, cpu_percent=40), ELSEWHERE, "only 40 % busy"),
-    (replace(P4D, cpu_percent=97), GO, "the CPUs are 97 % busy"),
     (P4D, GO, "CPU use is not known"),
     (replace(P4D, without_data_ms=math.nan), GO, "so predicted step times may be too low"),
     (replace(P4D, mb_per_step=9000), ON_GPU, "No data hosts make it cheaper"),
@@ -57,9 +53,8 @@ ANSWERS = [  # a job, the verdict, and words of what is recommended or of the re
     # Without a floor, it scales up by one size only.
     (replace(G5, without_data_ms=math.nan), SCALE_UP, "1 x ml.g5.2xlarge: "),
     (replace(G5, without_data_ms=math.nan), SCALE_UP, verdict.NEXT_SIZE),
-    # A larger instance wins unless data hosts are cheaper for sure.
-    (G6E, SCALE_UP, "1 x ml.g6e.4xlarge: "),
-    (G6E, SCALE_UP, "at most 420.0 ms a step"),
+    # A larger instance wins unless data hosts are cheaper for sure, even if only they prepare data.
+    (Measured("ml.g6e.2xlarge", 420, without_data_ms=260), SCALE_UP, "at most 420.0 ms a step"),
 ]
 
 
@@ -72,28 +67,17 @@ def test_verdict(job, answer, words):
             assert "c5." not in text and "frontier" not in text and text == text.rstrip()
 
 
-@pytest.mark.parametrize(
-    "instance_type, floor, only, answer",
-    [
-        ("ml.g6e.48xlarge", 70, True, ON_GPU),  # one saves 2.7 %, others cost more
-        ("ml.g5.48xlarge", 88, False, GO),  # 4.9 or 6.4 %
-    ],
-)
-def test_data_hosts_have_to_be_worth_their_set_up(instance_type, floor, only, answer):
-    job = Measured(instance_type, 100, without_data_ms=floor)
-    advice = advisor.advise(job, data_hosts_only=only)
-    assert advice.verdict == answer and advice.candidates["improvement (%)"].max() > 0
-    if answer == GO:
-        assert row(advice, advice.recommended)["improvement (%)"] > 5
-    else:
-        assert "save at most 2.7 %, which is not worth their set-up" in advice.reasons[-1]
-        assert short(advice)[1] == []
+def test_data_hosts_have_to_be_worth_their_set_up():
+    small = Measured("ml.g6e.48xlarge", 100, without_data_ms=70)
+    advice = advisor.advise(small, data_hosts_only=True)  # one saves 2.7 %, others cost more
+    assert advice.verdict == ON_GPU and short(advice)[1] == []
+    assert "save at most 2.7 %, which is not worth their set-up" in advice.reasons[-1]
+    advice = advisor.advise(Measured("ml.g5.48xlarge", 100, without_data_ms=88))  # 4.9 or 6.4 %
+    assert advice.verdict == GO and row(advice, advice.recommended)["improvement (%)"] > 5
 
 
-@pytest.fixture
-def family(monkeypatch):
-    """Know only the smallest g5, two larger ones with made-up prices, and one CPU type."""
-    small = prices.price_of("ml.g5.xlarge")
+def test_a_larger_instance_wins_unless_data_hosts_are_cheaper_for_sure(monkeypatch):
+    small = prices.price_of("ml.g5.xlarge")  # the two larger ones have made-up prices
     known = [
         small,
         replace(small, instance_type="ml.g5.2xlarge", vcpus=8, usd_per_hour=1.5),
@@ -101,9 +85,6 @@ def family(monkeypatch):
         prices.price_of("ml.c5.9xlarge"),
     ]
     monkeypatch.setattr(prices, "load", lambda: known)
-
-
-def test_a_larger_instance_wins_unless_data_hosts_are_cheaper_for_sure(family):
     advice = advisor.advise(G5)
     assert (advice.verdict, advice.recommended) == (SCALE_UP, "1 x ml.g5.2xlarge")
     larger = row(advice, "1 x ml.g5.2xlarge")
@@ -116,9 +97,6 @@ def test_a_larger_instance_wins_unless_data_hosts_are_cheaper_for_sure(family):
     advice = advisor.advise(replace(G5, without_data_ms=20))  # data hosts can now reach 20 ms
     data_hosts = "1 x ml.g5.xlarge + 1 x ml.c5.9xlarge"
     assert (advice.verdict, advice.recommended) == (GO, data_hosts)
-    best = row(advice, data_hosts)
-    at_most = best["USD per hour"] / 3600 * best["at most (ms)"]
-    assert at_most < 0.95 * row(advice, "1 x ml.g5.2xlarge")["USD per 1,000 steps"]
     assert "A larger instance pays, but less than data hosts" in " ".join(advice.reasons)
     unknown = advisor.advise(replace(G5, without_data_ms=math.nan))  # they might not reach it
     assert unknown.verdict == SCALE_UP
@@ -155,32 +133,23 @@ def test_short_names_clusters_that_cost_less_and_what_to_measure():
     assert len(named) == 2 < len(saved) - 1 and (saved[named] > 0).all()
 
 
-@pytest.mark.parametrize("only", [True, False])
-def test_without_a_price_it_names_the_fastest_clusters_and_when_they_pay(only):
-    advice = advisor.advise(P5EN, data_hosts_only=only)
+def test_without_a_price_it_names_the_fastest_clusters_and_when_they_pay():
+    advice = advisor.advise(P5EN)
     step = advice.candidates.set_index("instances")["step time (ms)"]
     _, named = short(advice)
     assert advice.verdict == GO and named[0] == advice.recommended
     assert list(step[named[1:]]) == sorted(step[named[1:]])
     shown = report.worth_a_look(advice)["instances"]
     assert advice.recommended in set(shown) and (step[shown[1:]] < 192).all()
-    text, data_type = repr(advice), advice.recommended.split()[-1]
-    assert text.startswith("Verdict: go heterogeneous: 1 x ml.p5en.48xlarge + ")
-    for told in (text, advice._repr_html_()):  # headline, reason, and both tables
-        assert told.count(data_type) >= 4 and "nan" not in told
-    words = " ".join(text.split())
+    assert "nan" not in repr(advice) + advice._repr_html_()
+    words = " ".join(repr(advice).split())
     assert "left out: c5n, c8i, m8i, r8i, whose prices are not known" in words
     found = re.search(
-        r"- 1 x ml.p5en.48xlarge \+ (\d) x \S+, ([\d.]+) ms a step .*?, pays if one "
-        r"ml.p5en.48xlarge costs more than USD ([\d.]+) an hour",
-        words,
+        r" ms a step .*?, pays if one ml.p5en.48xlarge costs more than USD ([\d.]+) an", words
     )
-    count, step_ms, usd = int(found[1]), float(found[2]), float(found[3])
-    data_cores = count * prices.price_of(data_type).vcpus
-    expected = 192 * 192 / (data_cores if only else 192 + data_cores)
-    assert step_ms == pytest.approx(max(80, expected), abs=0.05)
-    hourly = usd + count * prices.price_of(data_type).usd_per_hour
-    assert usd * 192 == pytest.approx(hourly * step_ms, rel=1e-2)
+    usd, best = float(found[1]), row(advice, advice.recommended)
+    data_hosts = best["data hosts"] * prices.price_of(advice.recommended.split()[-1]).usd_per_hour
+    assert usd * 192 == pytest.approx((usd + data_hosts) * best["step time (ms)"], rel=1e-2)
     shown = report.shortlist(advisor.advise(replace(P5EN, without_data_ms=math.nan)))
     assert "ms a step, its cost is unknown without a price of ml.p5en" in shown
 

@@ -40,7 +40,6 @@ def refusal(capsys, arguments: str) -> str:
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        ("--instance ml.p4d.24xlarge --step-ms -192", "step_ms is -192, but must be a positive"),
         ("--instance ml.p4d.24xlarge --step-ms nan", "step_ms is nan, but must be a positive"),
         (P4D + " --without-data-ms -80", "without_data_ms is -80, but must be a positive number"),
         (P4D + " --without-data-ms 200", r"without_data_ms \(200\) is above step_ms \(192\)"),
@@ -48,7 +47,6 @@ def refusal(capsys, arguments: str) -> str:
         (P4D + " --mb-per-step 0", "mb_per_step is 0, but must be a positive number"),
         (P4D + " --rank-gb-per-s 0", "rank_gb_per_s is 0, but must be a positive number"),
         (P4D + " --kept-busy-percent 0", "kept_busy_percent is 0, but must be a positive number"),
-        (P4D + " --kept-busy-percent 800", "kept_busy_percent is 800, but must be from 0 to 100"),
         (P4D + " --count 0", "count is 0, but must be a positive number"),
         (P4D + " --region eu-west-9", "No prices of data hosts in eu-west-9 .*refresh eu-w"),
         (P4D + " --region=", "The region is empty"),
@@ -87,24 +85,12 @@ def test_what_price_lists_and_aws_do_not_say_is_a_clear_sentence(monkeypatch, ca
     assert "DescribeLogStreams operation: not authorized" in refusal(capsys, "--job any")
 
 
-def test_it_needs_no_packages_that_images_for_training_lack():
-    code = "import sys; from shared import advisor; advisor.main(sys.argv[1:]); print(*sys.modules)"
-    command = [sys.executable, "-c", code, *P4D.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "Verdict: go heterogeneous" in done.stdout
-    assert not {"sagemaker", "IPython", "matplotlib"} & set(done.stdout.split())
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("lines, expected", [(0, ""), (1, "Verdict: go heterogeneous")])
-def test_head_may_end_before_the_command(lines, expected):
-    """It ends quietly; `head -n 0` reads nothing."""
-    command = f"set -o pipefail; '{sys.executable}' -m shared.advisor {P4D} | head -n {lines}"
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(expected) and done.stdout.count("\n") == lines
+def test_head_may_end_before_the_command():
+    """It ends quietly, even if nothing reads its output."""
+    command = f"set -o pipefail; '{sys.executable}' -m shared.advisor {P4D} | head -n 0"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.fixture
@@ -132,13 +118,16 @@ def test_reads_what_measured_has_printed_from_a_log(log, capsys):
     assert older != LINE and run(capsys, log(older)) == text
 
 
-def test_of_a_log_from_stdin_it_can_tell_the_verdict_and_three_clusters_alone():
-    command = [sys.executable, "-m", "shared.advisor", "--log", "-", "--short"]
+def test_of_a_log_from_stdin_it_tells_verdict_and_three_clusters_without_further_packages():
+    """Images for training lack those packages."""
+    code = "import sys; from shared import advisor; advisor.main(sys.argv[1:]); print(*sys.modules)"
+    command = [sys.executable, "-c", code, "--log", "-", "--short"]
     done = subprocess.run(command, input=LINE, cwd=ROOT, capture_output=True, text=True)
-    verdict, *clusters = done.stdout.splitlines()
+    verdict, *clusters, modules = done.stdout.splitlines()
     assert verdict.startswith("advice        go heterogeneous: 1 x ml.p4d.24xlarge + ")
     assert clusters[0].strip().startswith(verdict.partition(": ")[2] + ": ")
     assert len(clusters) == 3 and all("USD" in cluster for cluster in clusters)
+    assert not {"sagemaker", "IPython", "matplotlib"} & set(modules.split())
 
 
 @pytest.mark.parametrize(
@@ -179,7 +168,7 @@ def trained(jobs) -> dict[str, str]:
     scripts = {
         "homogeneous": (STEPS, "python -u a.py 120"),
         "synthetic": (STEPS, "python -u a.py 60"),
-        "heterogeneous": (STEPS, "python -u a.py 60"),
+        "heterogeneous": ("", "python a.py"),
         "silent": ("", "python a.py"),
         "failed": ("raise SystemExit(3)", "python a.py"),
         "measured": (f"print({NOTICE!r}, {LINE!r}, sep=chr(10))", "python a.py"),
@@ -224,7 +213,6 @@ def test_reads_its_numbers_from_jobs(trained, capsys):
         ("--job {running}", "is InProgress"),
         ("--job {lost}", "its log has no result"),
         ("--job {measured} --synthetic-job {lost}", "has measured both step times"),
-        ("--job no-such-job", "No training job 'no-such-job' found"),
         ("--job no-such-job", "use %run -m there"),
     ],
 )

@@ -68,8 +68,8 @@ def test_utilisation_is_a_percentage_of_the_instance_while_it_trains(aws):
 def test_utilisation_of_a_short_training_is_of_the_minute_that_it_is_in(aws):
     put_one([1, 4800, 3], [], [10])
     (row,) = monitoring.utilisation("job").to_dict("records")
-    names = {"group": "homogeneousCluster", "host": "algo-1", "instance type": "ml.p4d.24xlarge"}
-    assert row == {**names, "CPU (%)": pytest.approx(50)}
+    assert row["group"] == "homogeneousCluster" and row["CPU (%)"] == pytest.approx(50)
+    assert "GPU (%)" not in row
 
 
 @pytest.mark.parametrize(
@@ -108,32 +108,21 @@ def test_asks_cloudwatch_for_what_it_still_has(aws, monkeypatch, age, length, pe
         # busy of 72, 96 and 8; ms of 200
         (36, 95, 4, 100, "Bottleneck: perhaps the CPUs of dnn_group (99 % busy); the training "
          "waits for data for at most 50 %", {"algo-2"}),
-        (70, 48, 4, 100, "perhaps the CPUs of data_group (97 % busy); the training waits for data",
-         {"algo-1", "algo-10"}),
-        (70, 90, 7.6, 8, "The limit: the GPUs of dnn_group (95 % busy), as it should be; the trai",
-         {"algo-2"}),
-        # Python waits for 30 or 80 % of a step, but the GPUs, which run behind it, are never idle.
+        # Python waits for 30 % of a step, but the GPUs, which run behind it, are never idle.
         (70, 90, 7.6, 60, "The limit: the GPUs of dnn_group (95 % busy), as it should be; the trai"
          "ning waits for data for at most 5 % of a step. What data costs is not known", {"algo-2"}),
-        (36, 95, 8, 160, "The limit: the GPUs of dnn_group (100 % busy), as it should be; the trai"
-         "ning waits for data for at most 0 % of a step.", {"algo-2"}),
         (36, 48, 6.8, 60, "The limit: the GPUs of dnn_group (85 % busy); the training waits for da"
          "ta for at most 15 % of", {"algo-2"}),
-        (50, 48, 6, 10, "Bottleneck: none seen; the training waits for data for at most 5 % of a",
-         set()),
         (70, 90, 4, 60, "the CPUs of data_group (97 % busy) and the CPUs of dnn_group (94 % bus",
          {"algo-1", "algo-2", "algo-10"}),
-        (36, 48, 4, 100, "none of these CPUs and GPUs; the training waits for data for at most 50",
-         set()),
-        (57.2, 76.3, 6.35, 100, "Bottleneck: none of these", set()),  # each just below 79.5 %
+        (57.2, 76.3, 6.35, 100, "Bottleneck: none of these CPUs and GPUs; the training waits for d"
+         "ata for at most 21 %", set()),  # each just below 79.5 %
         (57.3, 48, 4, 20, "the CPUs of data_group (80 % busy)", {"algo-1", "algo-10"}),
         (57.3, 48, 4, 18.9, "Bottleneck: none seen;", set()),
     ],
 )  # fmt: skip
-def test_the_bottleneck_is_named_and_marked(aws, capsys, data, cpu, gpu, wait, sentence, marked):
+def test_the_bottleneck_is_named_and_marked(aws, data, cpu, gpu, wait, sentence, marked):
     put_published_job(data, cpu, gpu, wait)
-    monitoring.main(["job"])
-    assert sentence in capsys.readouterr().out
     figure = monitoring.plot_job("job")
     assert sentence in " ".join(figure.get_suptitle().split())
     assert figure.axes[0].get_title("left") == "data_group / algo-1 (ml.c5.18xlarge)"
@@ -156,8 +145,6 @@ def test_the_bottleneck_is_named_and_marked(aws, capsys, data, cpu, gpu, wait, s
         (False, 100, 99, "Bottleneck: the CPUs of dnn_group (99 % busy); data costs 50 % of a",
          "cores that also act as GPU 99 % busy = BOTTLENECK"),
         (False, 190, 99, "The limit: the GPUs of dnn_group (99 % busy), as it should be; data",
-         "cores that act as GPU 99 % busy = the limit"),
-        (True, 190, 99, "The limit: the GPUs of dnn_group (99 % busy), as it should be; data",
          "cores that act as GPU 99 % busy = the limit"),
         (True, 150, 99, "The limit: the GPUs of dnn_group (99 % busy); data costs 25 % of a step.",
          "cores that act as GPU 99 % busy = the limit"),
@@ -297,7 +284,6 @@ def test_values_that_come_later_are_said_to_be_missing(aws, capsys):
     monitoring.main(["job"])
     assert sentence in capsys.readouterr().out
     figure = monitoring.plot_job("job")
-    assert sentence in " ".join(figure.get_suptitle().split())
     values = {p.get_title("left").split()[2]: len(p.lines[0].get_ydata()) for p in figure.axes[:3]}
     assert (values["algo-2"], values["algo-3"]) == (4, 8)  # what there is, is drawn
 
@@ -341,7 +327,7 @@ def test_the_command_prints_what_is_known_and_writes_the_figure(aws, capsys, tmp
     figure = tmp_path / "job.png"
     monitoring.main(["job", "--figure", str(figure)])
     status, _, heading, *shown = capsys.readouterr().out.splitlines()
-    assert status == "job: Completed"
+    assert status == "job: Completed" and shown[-2].startswith("Bottleneck: perhaps the CPUs of dn")
     assert heading.split()[-4:] == ["CPU", "(%)", "GPU", "(%)"]
     assert [line.split() for line in shown[:3]] == [
         ["data_group", "algo-1", "ml.c5.18xlarge", "50.0", "-"],
@@ -358,7 +344,6 @@ def test_the_command_prints_what_is_known_and_writes_the_figure(aws, capsys, tmp
         (["nojob"], "in the notebook that started it: use %run -m there."),
         (["nojob", "--logs"], "No training job 'nojob' found"),
         (["silent"], "There is no log of training job 'silent'"),
-        (["silent", "--logs"], "There is no log of training job 'silent'"),
         (["job", "--logs", "--figure", "a.png"], "--figure and --logs cannot be used together."),
         (["job", "--figure", "/no/folder/a.png"], "figure cannot be written to '/no/folder/a.png'"),
         (["job", "--figure", "a.xyz"], "'a.xyz': Format 'xyz' is not supported"),

@@ -127,50 +127,29 @@ def test_only_vcpus_that_the_process_may_use_count(monkeypatch):
     assert ticks_of_one == pytest.approx(ticks / len(own), rel=0.05)
 
 
+def version_1(quota: int, used: str) -> dict[str, str]:
+    quotas = {"cpu/cpu.cfs_quota_us": f"{quota}\n", "cpu/cpu.cfs_period_us": "100000\n"}
+    return {**quotas, "cpuacct/cpuacct.usage": f"{used}\n"}
+
+
+def version_2(quota: str, used: str, folder: str = "") -> dict[str, str]:
+    use = f"usage_usec {used}\nuser_usec 1\n"
+    return {f"{folder}cpu.max": f"{quota} 100000\n", f"{folder}cpu.stat": use}
+
+
 # How `docker run --cpus 1.5`, Kubernetes and systemd set it up: the process's cgroups, their files
 # (USED is replaced), and how many units of CPU time they count per second.
+ON_HOST = "5:memory:/docker/0a1b\n4:cpu,cpuacct:/docker/0a1b\n1:name=systemd:/docker/0a1b\n0::/\n"
+ABOVE = version_2("150000", "USED", "a.slice/") | version_2("max", "5", "a.slice/b.scope/")
 LIMITS = {
-    "version 2, in a container": (
-        "0::/\n",
-        {"cpu.max": "150000 100000\n", "cpu.stat": "usage_usec USED\nuser_usec 1\n"},
-        1e6,
-    ),
-    "version 2, of a cgroup above": (
-        "0::/a.slice/b.scope\n",
-        {
-            "a.slice/cpu.max": "150000 100000\n",
-            "a.slice/cpu.stat": "usage_usec USED\nuser_usec 1\n",
-            "a.slice/b.scope/cpu.max": "max 100000\n",
-            "a.slice/b.scope/cpu.stat": "usage_usec 5\nuser_usec 1\n",
-        },
-        1e6,
-    ),
-    "version 1, in a container that knows its path on the host": (
-        "5:memory:/docker/0a1b\n4:cpu,cpuacct:/docker/0a1b\n1:name=systemd:/docker/0a1b\n0::/\n",
-        {
-            "cpu/cpu.cfs_quota_us": "150000\n",
-            "cpu/cpu.cfs_period_us": "100000\n",
-            "cpuacct/cpuacct.usage": "USED\n",
-        },
-        1e9,
-    ),
+    "version 2, in a container": ("0::/\n", version_2("150000", "USED"), 1e6),
+    "version 2, of a cgroup above": ("0::/a.slice/b.scope\n", ABOVE, 1e6),
+    "version 1, knowing its path on the host": (ON_HOST, version_1(150000, "USED"), 1e9),
 }
 NO_LIMITS = {
-    "version 2": ("0::/\n", {"cpu.max": "max 100000\n", "cpu.stat": "usage_usec 7\n"}, 1),
-    "as many as there are vCPUs": (
-        "0::/\n",
-        {"cpu.max": "1600000 100000\n", "cpu.stat": "usage_usec 7\n"},
-        1,
-    ),
-    "version 1": (
-        "4:cpu,cpuacct:/\n",
-        {
-            "cpu/cpu.cfs_quota_us": "-1\n",
-            "cpu/cpu.cfs_period_us": "100000\n",
-            "cpuacct/cpuacct.usage": "7\n",
-        },
-        1,
-    ),
+    "version 2": ("0::/\n", version_2("max", "7"), 1),
+    "as many as there are vCPUs": ("0::/\n", version_2("1600000", "7"), 1),
+    "version 1": ("4:cpu,cpuacct:/\n", version_1(-1, "7"), 1),
 }
 
 
@@ -193,6 +172,7 @@ def test_a_container_at_its_limit_is_busy(clock, capsys, monkeypatch, tmp_path, 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(module, "_machine", lambda: ("ml.g5.4xlarge", 1, "16 vCPUs"))
+    monkeypatch.setattr(module, "find_spec", lambda _: None)  # no advisor, which takes a second
     train(clock, measured(SimulatedLoader(clock, 0, seconds=0.3), 72), 0.1)
     said = capsys.readouterr().out
     if case in LIMITS:

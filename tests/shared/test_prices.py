@@ -214,8 +214,8 @@ C5 = product("EU-Train:ml.c5.4xlarge", "1")
 @pytest.mark.parametrize(
     "products, sentence",
     [
-        (["{no JSON"], r"has a product that cannot be read .*so nothing was kept: \{no JSON"),
         ([json.dumps({"products": 1})], r"cannot be read \(KeyError: 'product'\)"),
+        (["{no JSON"], r"has a product that cannot be read .*so nothing was kept: \{no JSON"),
         ([product("EU-Train:ml.c5.4xlarge", "free")], r"cannot be read \(ValueError: .*'free'\)"),
         (
             [C5, product("EU-Train:ml.c5.4xlarge", "2")],
