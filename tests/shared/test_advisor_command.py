@@ -118,16 +118,23 @@ def test_reads_what_measured_has_printed_from_a_log(log, capsys):
     assert older != LINE and run(capsys, log(older)) == text
 
 
-def test_of_a_log_from_stdin_it_tells_verdict_and_three_clusters_without_further_packages():
-    """Images for training lack those packages."""
+@pytest.mark.parametrize("short", [[], ["--short"]])
+def test_it_needs_no_packages_that_images_for_training_lack(short):
     code = "import sys; from shared import advisor; advisor.main(sys.argv[1:]); print(*sys.modules)"
-    command = [sys.executable, "-c", code, "--log", "-", "--short"]
+    command = [sys.executable, "-c", code, "--log", "-", *short]
     done = subprocess.run(command, input=LINE, cwd=ROOT, capture_output=True, text=True)
-    verdict, *clusters, modules = done.stdout.splitlines()
+    *answer, modules = done.stdout.splitlines()
+    assert "go heterogeneous" in " ".join(answer)
+    assert not {"sagemaker", "IPython", "matplotlib"} & set(modules.split())
+
+
+def test_of_a_log_from_stdin_it_can_tell_the_verdict_and_three_clusters_alone():
+    command = [sys.executable, "-m", "shared.advisor", "--log", "-", "--short"]
+    done = subprocess.run(command, input=LINE, cwd=ROOT, capture_output=True, text=True)
+    verdict, *clusters = done.stdout.splitlines()
     assert verdict.startswith("advice        go heterogeneous: 1 x ml.p4d.24xlarge + ")
     assert clusters[0].strip().startswith(verdict.partition(": ")[2] + ": ")
     assert len(clusters) == 3 and all("USD" in cluster for cluster in clusters)
-    assert not {"sagemaker", "IPython", "matplotlib"} & set(modules.split())
 
 
 @pytest.mark.parametrize(
