@@ -62,13 +62,14 @@ def test_readme_shows_how_after_differs_from_before():
 
 def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
     """A training script that is moved over, before.py to after.py, keeps its losses."""
-    images = np.random.default_rng(0).integers(0, 256, (640, 28, 28))
+    images = np.random.default_rng(0).integers(0, 256, (192, 28, 28))
     (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(images))
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(images[:, 0, 0] % 10))
     before = subprocess.check_output(
         [sys.executable, pages.EXAMPLE / "before.py"],
         env={
             **os.environ,
+            "OMP_NUM_THREADS": "1",  # several would take turns, and busy cores meanwhile
             "PYTHONPATH": str(pages.EXAMPLE / "code"),
             "SM_CHANNEL_TRAINING": str(tmp_path),
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),  # or it would litter TMPDIR
