@@ -188,10 +188,12 @@ IN_GRAPH = "call it outside of a tf.function"
     [
         # test_tensorflow.py has jobs whose ranks have joined, and get their samples.
         ("", 2, lambda: distribute(Dataset.range(9)), ALONE),
+        ("nobody:1", 2, lambda: distribute(Dataset.range(9)), ALONE),
         ("algo-1", 1, lambda: distribute(Dataset.range(9)), MALFORMED),
+        ("algo-1:", 1, lambda: distribute(Dataset.range(9)), MALFORMED),
         ("algo-1:x", 1, lambda: distribute(Dataset.range(9)), MALFORMED),
         (" ", 1, lambda: distribute(Dataset.range(9)), MALFORMED),
-        ("nobody:1", 1, lambda: distribute([1, 2]), NO_DATASET),
+        ("nobody:1", 1, lambda: distribute(iter(Dataset.range(3))), NO_DATASET),
         ("nobody:1", 1, lambda: tf.function(lambda: distribute(Dataset.range(9)))(), IN_GRAPH),
     ],
 )
