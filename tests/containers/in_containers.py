@@ -20,30 +20,18 @@ import pytest
 from nbclient import NotebookClient
 from sagemaker.core.training.configs import InputData
 
-from helpers import ray
+from helpers import pages, ray
 from helpers.data_service import put_numbers
 from helpers.images import write_records
 from helpers.jobs import TWO_GROUPS, Jobs, texts_in, upload
-from helpers.pages import (
-    ENTRY,
-    EXAMPLE,
-    MY_FUNCTIONS,
-    TENSORFLOW,
-    TF_ENTRY,
-    TF_FIT,
-    TF_TRAINING,
-    TF_V2,
-    TOY_SCRIPTS,
-    V2_GIVEN,
-    V2_TOLD,
-)
+from helpers.pages import EXAMPLE, HELLO_NOTEBOOK, PYTORCH_NOTEBOOK, TENSORFLOW, TENSORFLOW_NOTEBOOK
 from helpers.running import upload_images
 from helpers.sdk_v2 import request_of_sdk_v2, start_with_a_channel_for_the_code
 from shared import local_sagemaker
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-HELLO = ROOT / "hello.world.sagemaker"
+HELLO = HELLO_NOTEBOOK.parent / "code"
 CONTAINER = [sys.executable, str(HERE / "container.py")]
 BUILT = {name: ROOT / ".containers" / name for name in os.environ["CONTAINERS"].split()}
 URI = {name: (HERE / f"{name}.txt").read_text().split()[1] for name in BUILT}
@@ -58,6 +46,12 @@ def needs(*names: str) -> pytest.MarkDecorator:
     """Skip a test if the environment of one of these images was not built."""
     missing = [name for name in names if name not in BUILT]
     return pytest.mark.skipif(bool(missing), reason=f"not built: {', '.join(missing)}")
+
+
+def cases(*rows: tuple) -> list:
+    """Return the rows as cases of a test, which need the image or images that each begins with."""
+    names = [(row[0],) if isinstance(row[0], str) else row[0] for row in rows]
+    return [pytest.param(*row, marks=needs(*n)) for row, n in zip(rows, names, strict=True)]
 
 
 def describe(image: str) -> str:
@@ -111,52 +105,39 @@ for job in containers.jobs.values():
 """
 
 
+LARGEST = {"ml.c6i.2xlarge": 2, "ml.g5.xlarge": 1}
+LARGEST_TF = {"ml.c5.18xlarge": 2, "ml.p4d.24xlarge": 1}
+# On this instance type the preflight would rightly fail, since there is no GPU.
+NO_GPU = ('"dnn_group": "ml.g5.xlarge"', '"dnn_group": "ml.m5.xlarge"')
+WITH_HOROVOD = ('DISTRIBUTION = "tf.distribute"', 'DISTRIBUTION = "horovod"')
+
+
 @pytest.mark.parametrize(
-    "notebook, largest_cluster, change",
-    [
-        pytest.param(
-            "hello.world.sagemaker/helloworld-example",
-            None,
-            # On this instance type the preflight would rightly fail, since there is no GPU.
-            ('"dnn_group": "ml.g5.xlarge"', '"dnn_group": "ml.m5.xlarge"'),
-            marks=needs(PYTORCH, PYTORCH_CPU),
-        ),
-        pytest.param(
-            "pt.grpc.sagemaker/hetero-pytorch-mnist",
-            {"ml.c6i.2xlarge": 2, "ml.g5.xlarge": 1},
-            None,
-            marks=needs(PYTORCH),
-        ),
-        pytest.param(
-            "tf.data.service.sagemaker/hetero-tensorflow-restnet50",
-            {"ml.c5.18xlarge": 2, "ml.p4d.24xlarge": 1},
-            None,
-            marks=needs(TENSORFLOW_221),
-        ),
-        pytest.param(
-            "tf.data.service.sagemaker/hetero-tensorflow-restnet50",
-            {"ml.c5.18xlarge": 2, "ml.p4d.24xlarge": 1},
-            ('DISTRIBUTION = "tf.distribute"', 'DISTRIBUTION = "horovod"'),
-            marks=needs(HOROVOD),
-        ),
-    ],
+    "name, notebook, largest_cluster, change",
+    cases(
+        ((PYTORCH, PYTORCH_CPU), HELLO_NOTEBOOK, None, NO_GPU),
+        (PYTORCH, PYTORCH_NOTEBOOK, LARGEST, None),
+        (TENSORFLOW_221, TENSORFLOW_NOTEBOOK, LARGEST_TF, None),
+        (HOROVOD, TENSORFLOW_NOTEBOOK, LARGEST_TF, WITH_HOROVOD),
+    ),
 )
 def test_notebook(
-    notebook: str,
+    name: str | tuple[str, ...],
+    notebook: Path,
     largest_cluster: dict | None,
     change: tuple[str, str] | None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    content = nbformat.read(ROOT / f"{notebook}.ipynb", as_version=4)
+    content = nbformat.read(notebook, as_version=4)
     first = FIRST_CELL.format(cluster=largest_cluster, images=IMAGES, container=CONTAINER)
     if change:
         [cell] = [cell for cell in content.cells if change[0] in cell.source]
         cell.source = cell.source.replace(*change)
     content.cells.insert(0, nbformat.v4.new_code_cell(first))
     content.cells.append(nbformat.v4.new_code_cell(LAST_CELL))
-    resources = {"metadata": {"path": str((ROOT / notebook).parent)}}
+    resources = {"metadata": {"path": str(notebook.parent)}}
     NotebookClient(content, timeout=280, resources=resources).execute()
     ran = [line.split() for line in content.cells[-1].outputs[0].text.splitlines()]
     assert ran
@@ -223,10 +204,7 @@ threading.Thread(target=bother, daemon=True).start()
 
 @pytest.mark.parametrize(
     "name, distribution, port",
-    [
-        pytest.param(TENSORFLOW_221, "tf.distribute", 14, marks=needs(TENSORFLOW_221)),
-        pytest.param(HOROVOD, "horovod", 1, marks=needs(HOROVOD)),  # its rendezvous
-    ],
+    cases((TENSORFLOW_221, "tf.distribute", 14), (HOROVOD, "horovod", 1)),  # 1: its rendezvous
 )
 def test_tensorflow_on_two_hosts_with_a_stranger(
     completed, tmp_path: Path, name: str, distribution: str, port: int
@@ -263,12 +241,10 @@ def test_pipelines_with_random_numbers_and_state():
 
 @pytest.mark.parametrize(
     "name, example, words",
-    [
-        pytest.param(PYTORCH, EXAMPLE, "but torch sees 0: driver", marks=needs(PYTORCH)),
-        pytest.param(
-            TENSORFLOW_221, TENSORFLOW, "but TensorFlow sees 0: driver", marks=needs(TENSORFLOW_221)
-        ),
-    ],
+    cases(
+        (PYTORCH, EXAMPLE, "but torch sees 0: driver"),
+        (TENSORFLOW_221, TENSORFLOW, "but TensorFlow sees 0: driver"),
+    ),
 )
 def test_a_gpu_that_the_framework_misses_ends_the_job(
     jobs: Jobs, name: str, example: Path, words: str
@@ -288,7 +264,7 @@ def test_a_gpu_that_the_framework_misses_ends_the_job(
 
 # ---- the preflight, on hosts that have a network and names of their own
 
-PREFLIGHT = (HELLO / "code" / "preflight.py").read_text()
+PREFLIGHT = (HELLO / "preflight.py").read_text()
 
 
 @needs(PYTORCH)
@@ -342,20 +318,19 @@ def test_preflight_without_a_way_between_the_hosts(jobs: Jobs):
 @needs(HOROVOD)
 def test_hello_world_with_an_old_toolkit(completed):
     """The image with Horovod has one. Both ways to read the cluster must agree."""
-    script = (HELLO / "code" / "train.py").read_text()
-    log = completed(HOROVOD, {"train.py": script}, "exec python train.py", TWO_GROUPS)
+    log = completed(
+        HOROVOD, {"train.py": (HELLO / "train.py").read_text()}, "exec python train.py", TWO_GROUPS
+    )
     assert log.count("Read by the toolkit and by hand") == 2
     assert log.count("This image's toolkit does not know: topology.") == 2
 
 
 @pytest.mark.parametrize(
     "name, lines, module",
-    [
-        pytest.param(PYTORCH, V2_GIVEN, "sagemaker_pytorch_container", marks=needs(PYTORCH)),
-        pytest.param(
-            TENSORFLOW_221, TF_V2, "sagemaker_tensorflow_container", marks=needs(TENSORFLOW_221)
-        ),
-    ],
+    cases(
+        (PYTORCH, pages.V2_GIVEN, "sagemaker_pytorch_container"),
+        (TENSORFLOW_221, pages.TF_V2, "sagemaker_tensorflow_container"),
+    ),
 )
 def test_lines_for_sdk_v2(
     completed,
@@ -384,17 +359,17 @@ def test_lines_for_sdk_v2(
     start_with_a_channel_for_the_code(request, "train", **channels)
     completed.check(name, jobs.wait(request["TrainingJobName"], seconds=200))
     if name == PYTORCH:
-        assert jobs.log(request["TrainingJobName"]).count(V2_TOLD) == 1
+        assert jobs.log(request["TrainingJobName"]).count(pages.V2_TOLD) == 1
 
 
 def project(name: str) -> dict[str, str]:
     """Return a reader's code/: what the example's README says, and the reader's scripts."""
     if name == PYTORCH:
-        files = {"entry.py": ENTRY, **TOY_SCRIPTS}
+        files = {"entry.py": pages.ENTRY, **pages.TOY_SCRIPTS}
         runtime = EXAMPLE
     else:
-        training = TF_TRAINING.replace("CONFIG", "/opt/ml/input/config/resourceconfig.json")
-        files = {"train.py": TF_FIT, "entry.py": TF_ENTRY, "my_training.py": training}
-        files |= {"my_functions.py": MY_FUNCTIONS, **texts_in(TENSORFLOW / "code", "service")}
+        training = pages.TF_TRAINING.replace("CONFIG", "/opt/ml/input/config/resourceconfig.json")
+        files = {"train.py": pages.TF_FIT, "entry.py": pages.TF_ENTRY, "my_training.py": training}
+        files |= {"my_functions.py": pages.MY_FUNCTIONS, **texts_in(TENSORFLOW / "code", "service")}
         runtime = TENSORFLOW
     return {**texts_in(runtime / "code", "hetero"), **files}

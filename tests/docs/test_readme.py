@@ -48,9 +48,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_to_be_copied_is_short():
     for lines in (pages.V3, pages.ENTRY + pages.V2):
         assert pages.count_lines(lines) < 30
-    assert all(
-        pages.count_lines(block) <= 20 for block in pages.CHECKPOINTS.values()
-    )  # with the title
+    for blocks, most in ((pages.CHECKPOINTS, 20), (pages.STEPS, 26)):  # with the title
+        assert max(map(pages.count_lines, blocks.values())) <= most
 
 
 def test_readme_shows_how_after_differs_from_before():
@@ -62,13 +61,14 @@ def test_readme_shows_how_after_differs_from_before():
 
 def test_lines_for_the_loader(jobs: Jobs, tmp_path: Path):
     """A training script that is moved over, before.py to after.py, keeps its losses."""
-    images = np.random.default_rng(0).integers(0, 256, (640, 28, 28))
+    images = np.random.default_rng(0).integers(0, 256, (192, 28, 28))
     (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(images))
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(images[:, 0, 0] % 10))
     before = subprocess.check_output(
         [sys.executable, pages.EXAMPLE / "before.py"],
         env={
             **os.environ,
+            "OMP_NUM_THREADS": "1",  # several would take turns, and busy cores meanwhile
             "PYTHONPATH": str(pages.EXAMPLE / "code"),
             "SM_CHANNEL_TRAINING": str(tmp_path),
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),  # or it would litter TMPDIR

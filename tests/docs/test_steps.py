@@ -215,12 +215,6 @@ def test_steps_and_waits_are_what_they_take(framework: str, tmp_path: Path):
     pytest.fail("the times are wrong: see the tables in the output")
 
 
-def test_the_callbacks_are_short():
-    for block in STEPS.values():
-        code = [line for line in block.splitlines() if line and not line.startswith("# steps: ")]
-        assert len(code) <= 25
-
-
 # Each of two workers takes 60 ms per batch, and a step without data takes 15 ms.
 MEASURED = (
     TORCH

@@ -111,12 +111,6 @@ def test_one_of_each_kind_is_refused(allowed: Need, refused: Need):
     assert not allows(refused, POLICY)
 
 
-def test_what_is_denied_is_not_allowed_by_another_statement():
-    need = Need("s3:GetObject", f"{S3}my-sagemaker/a")
-    deny = {"Statement": [{"Effect": "Deny", "Action": "s3:Get*", "Resource": f"{S3}*"}]}
-    assert allows(need, POLICY) and not allows(need, POLICY, deny)
-
-
 def test_calls_need_more_than_their_names_say():
     without_passing = {"Statement": [s for s in POLICY["Statement"] if "Pass" not in s["Sid"]]}
     create = Call("sagemaker", "CreateTrainingJob", {"TrainingJobName": "any", "RoleArn": ROLE})

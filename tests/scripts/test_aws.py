@@ -213,6 +213,7 @@ def test_ctrl_c_stops_also_what_is_started_meanwhile(repository: Repository):
     assert "KeyboardInterrupt: SIGINT" in page
 
 
+@pytest.mark.thorough
 def test_closing_the_terminal_stops_the_jobs(repository: Repository):
     """Use a real terminal, in which somebody has said yes."""
     repository.notebook(HELLO, job("aws-closed", "sleep 100"), wait("aws-closed"))
@@ -231,6 +232,7 @@ def test_closing_the_terminal_stops_the_jobs(repository: Repository):
     assert "KeyboardInterrupt: SIGHUP" in repository.page()
 
 
+@pytest.mark.thorough
 def test_a_dead_kernels_jobs_are_stopped(repository: Repository):
     death = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     repository.notebook(HELLO, job("aws-orphan", "sleep 100"), death)

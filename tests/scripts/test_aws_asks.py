@@ -84,6 +84,11 @@ def test_it_starts_only_for_somebody_who_says_yes(refusal, monkeypatch: pytest.M
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", terminal)
     assert refusal().endswith("Nothing was started.")
+    terminal = io.StringIO("y\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    with pytest.raises(pytest.fail.Exception, match="it has started"):
+        aws.main()
 
 
 def test_the_plan_is_what_the_notebooks_ask_for():

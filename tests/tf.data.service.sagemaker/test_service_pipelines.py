@@ -74,7 +74,6 @@ def sources(folder: Path) -> dict[str, Callable[[], Any]]:
         "list_files, in parallel": lambda: (
             listed().interleave(records, num_parallel_calls=tf.data.AUTOTUNE).map(number)
         ),
-        "list_files, flat_map": lambda: listed().flat_map(records).map(number),
         "a zip and a take for each file": lambda: (
             listed()
             .flat_map(lambda name: Dataset.zip((records(name), records(name))).take(40).cache())
@@ -104,9 +103,7 @@ def steps() -> dict[str, Callable[[Any], Any]]:
         "filter": lambda d: d.filter(lambda n, label: n % 3 != 0),
         "a Keras layer with random numbers": lambda d: d.map(augmented),
         "shuffle": lambda d: d.shuffle(50),
-        "shuffle, with a seed": lambda d: d.shuffle(50, seed=1, reshuffle_each_iteration=False),
         "repeat(2)": lambda d: d.repeat(2),
-        "batch and unbatch": lambda d: d.batch(7).unbatch(),
         "batch, in parallel": lambda d: d.batch(7, num_parallel_calls=2).unbatch(),
         "padded_batch": lambda d: (
             d.map(lambda n, label: (n[None], label[None]))
@@ -246,7 +243,6 @@ def refused(folder: Path) -> dict[str, Callable[[Any], Any]]:
         "a unique": lambda d: d.unique(),
         "an assert_cardinality": lambda d: d.apply(old.assert_cardinality(400)),
         "an interleave after shuffle": lambda d: d.shuffle(9).interleave(Dataset.from_tensors),
-        "an interleave after .* repeat": lambda d: d.repeat(2).interleave(Dataset.from_tensors),
         "a bucket_by_sequence_length": lambda d: d.shuffle(9).group_by_window(
             lambda n: n % 2, lambda _, window: window.batch(4), window_size=4
         ),

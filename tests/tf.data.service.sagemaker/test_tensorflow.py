@@ -14,6 +14,7 @@ import pytest
 from sagemaker.core.shapes import CheckpointConfig
 from sagemaker.core.training.configs import InputData
 
+from helpers.data_service import LEAN
 from helpers.images import image, write_records
 from helpers.jobs import Jobs, texts_in, upload
 from helpers.pages import EXAMPLE, TENSORFLOW
@@ -40,7 +41,7 @@ def start(jobs: Jobs, records: str):
     """Start jobs of the example; `changes` has pairs of an old and a new text, by file."""
 
     def start(groups: dict | None, changes: dict | None = None, **settings) -> Running:
-        files = texts_in(CODE)
+        files = {**texts_in(CODE), **texts_in(LEAN)}
         for file, pairs in (changes or {}).items():
             for old, new in pairs:
                 assert files[file].count(old) == 1, (file, old)
@@ -98,6 +99,8 @@ for n, (images, configs) in enumerate(batches):
     seen = [zlib.crc32((image.numpy() * 255).round().astype("uint8")) for image in images]
     print("seen", ranks.rank, worker, *seen, flush=True)
 """
+# In place of the data hosts' program, which measures first.
+ONLY_SERVE = '"train_data.py", *words, *channels]', '"service/serve.py"]'
 # In place of the label: a file that says which host the worker runs on.
 TELL_WORKER = 'example["label"]\n', 'tf.io.read_file("../../config/resourceconfig.json")\n'
 FEW_AT_ONCE = "SHUFFLE_RECORDS = 2048", "SHUFFLE_RECORDS = 20"  # or one worker would take all
@@ -107,6 +110,7 @@ def test_ranks_together_get_every_record_once_in_each_pass(start, tmp_path: Path
     collect = COLLECT.replace("GO", f"{tmp_path}/go")
     change = {
         "train_dnn.py": [((CODE / "train_dnn.py").read_text(), collect)],
+        "launcher.py": [ONLY_SERVE],
         "pipeline.py": [TELL_WORKER, FEW_AT_ONCE],
     }
     job = start(TWO_AND_TWO, change)
@@ -218,11 +222,11 @@ def test_an_image_without_horovod_is_the_failure_reason(start):
 )
 def test_wrong_hyperparameters_are_refused(program: str, options: str, words: str, tmp_path: Path):
     """Whatever a program says when it fails is its job's FailureReason: see test_reason.py."""
-    environment = {**os.environ, "SAGEMAKER_BASE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    places = {"SAGEMAKER_BASE_DIR": str(tmp_path), "PYTHONPATH": str(LEAN)}
     done = subprocess.run(
         [sys.executable, program, *options.split()],
         cwd=CODE,
-        env=environment,
+        env=os.environ | places | {"CUDA_VISIBLE_DEVICES": ""},
         stderr=subprocess.PIPE,
         text=True,
         timeout=200,
