@@ -103,6 +103,7 @@ def steps() -> dict[str, Callable[[Any], Any]]:
         "filter": lambda d: d.filter(lambda n, label: n % 3 != 0),
         "a Keras layer with random numbers": lambda d: d.map(augmented),
         "shuffle": lambda d: d.shuffle(50),
+        "shuffle, with a seed": lambda d: d.shuffle(50, seed=1, reshuffle_each_iteration=False),
         "repeat(2)": lambda d: d.repeat(2),
         "batch, in parallel": lambda d: d.batch(7, num_parallel_calls=2).unbatch(),
         "padded_batch": lambda d: (
