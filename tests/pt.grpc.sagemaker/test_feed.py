@@ -173,19 +173,20 @@ class Both(torch.utils.data.IterableDataset):
 
 def test_mistakes_raise_errors(hosts, monkeypatch):
     monkeypatch.delenv("HETERO_TOKEN", raising=False)
-    monkeypatch.setenv("HETERO_DATA_HOSTS", hosts[0].address)
     there = remote(hosts, Numbers(), collate_fn=list)
     joined = {"batch_size": 7, "num_workers": 1}
     chain = functools.partial(ChainDataset, [])
     made = remote(hosts, functools.partial(Made, 30))
+    splits = type("Splits", (dict,), {})(train=Numbers())  # as a DatasetDict
     for error, words, attempt in [
         (TypeError, "Both is both", lambda: RemoteDataset(Both())),
         (TypeError, "Wrapper.* is a datapipe", lambda: RemoteDataset(IterableWrapper([1]))),
         (TypeError, "collate_fn is for map-style", lambda: RemoteDataset(chain(), list)),
         (TypeError, "int is not a Dataset", lambda: RemoteDataset(3)),
+        (TypeError, r"a Splits of .* as dataset\['train'\]", lambda: RemoteDataset(splits)),
+        (TypeError, "use it once, after", lambda: RemoteDataset(RemoteDataset(Numbers()))),
         (TypeError, "returned an IterableDataset .ChainDataset", lambda: remote(hosts, chain)),
         (TypeError, "returned an IterableDataset .ChainDataset", lambda: remote([], chain)),
-        (ValueError, "needs HETERO_TOKEN", lambda: RemoteDataset(Numbers())),
         (TypeError, "needs DataLoader.*collate_fn=as_is", lambda: DataLoader(there, **joined)),
         (TypeError, "needs DataLoader.*collate_fn=as_is", lambda: there),
         (AttributeError, "'length' cannot be reached: a callable makes", lambda: made.length),
@@ -193,6 +194,9 @@ def test_mistakes_raise_errors(hosts, monkeypatch):
     ]:
         with pytest.raises(error, match=words):
             next(iter(attempt()))
+    monkeypatch.setenv("HETERO_DATA_HOSTS", hosts[0].address)
+    with pytest.raises(ValueError, match="needs HETERO_TOKEN"):
+        RemoteDataset(Numbers())
 
 
 @pytest.mark.parametrize("num_workers, context", [(0, None), (1, "spawn")])

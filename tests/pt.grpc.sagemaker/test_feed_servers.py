@@ -226,8 +226,8 @@ FAILING = "import feed.worker; feed.worker.Worker.receive = lambda self: 1 / 0"
     [
         # A thread fails: otherwise clients would wait for its work forever.
         ("wait", 1, "ZeroDivisionError", Numbers(), "", FAILING),
-        ("kill", -signal.SIGKILL, "", TROUBLED, "asleep", ""),
-        pytest.param("terminate all", 0, "", TROUBLED, "asleep", "", marks=thorough),
+        pytest.param("kill", -signal.SIGKILL, "", TROUBLED, "asleep", "", marks=thorough),
+        ("terminate all", 0, "", TROUBLED, "asleep", ""),
         pytest.param("terminate", 0, "", Reduced(hang_if_told), "making", "", marks=thorough),
         pytest.param(
             "kill front", 1, "the gRPC process has ended", TROUBLED, "asleep", "", marks=thorough
