@@ -11,7 +11,9 @@ def hosts() -> Iterator[list]:
 
     They are forked. test_feed_servers.py and helpers/scripts.py start them as users do.
     """
-    from helpers.data_hosts import starting, up
+    from helpers.data_hosts import DataHost, up
 
-    with starting() as start:
-        yield up(*[start(workers=workers) for workers in (1, 2, 3)])
+    hosts = up(*[DataHost(workers) for workers in (1, 2, 3)])
+    yield hosts
+    for host in hosts:
+        host.kill()
