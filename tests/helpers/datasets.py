@@ -113,21 +113,9 @@ class Reduced(Numbers):
         return self.call
 
 
-class SlowFirst(Numbers):
-    def __getitem__(self, index: int) -> dict:
-        time.sleep(3 * (index == 0))
-        return super().__getitem__(index)
-
-
-def load_slowly() -> Dataset:
-    """Return, after 3 s, a Dataset whose first sample takes 3 s."""
-    print("loading", flush=True)
-    time.sleep(3)
-    return SlowFirst()
-
-
 def hang_if_told() -> Dataset:
     """Never return where HANGS is in the environment."""
+    print("making", flush=True)
     time.sleep(600 * ("HANGS" in os.environ))
     return Numbers()
 

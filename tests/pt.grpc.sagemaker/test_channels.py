@@ -48,6 +48,7 @@ def test_with_a_callable_data_hosts_alone_need_the_files(jobs: Jobs):
     ]
 
 
+@pytest.mark.thorough
 def test_spare_cores_of_the_training_host_need_the_files_too(jobs: Jobs):
     ended, _ = train(jobs, "--spare-cores 1", epochs=1000)  # its server starts late
     assert ended["TrainingJobStatus"] == "Failed"

@@ -12,7 +12,7 @@ import time
 from argparse import Namespace
 from asyncio import StreamReader, StreamWriter
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -21,29 +21,9 @@ from torch.utils.data import Dataset
 from feed import client as feed_client
 from feed import fetch
 from feed.samples import Chunk
-from helpers.data_hosts import (
-    DataHost,
-    free_port,
-    kill_at_random,
-    loader_of,
-    remote,
-    two_epochs,
-    up,
-)
-from helpers.datasets import (
-    BIG,
-    DEADLY,
-    PACED,
-    SLOW,
-    STEADY,
-    TROUBLED,
-    Numbers,
-    Reduced,
-    Stream,
-    assert_same,
-    hang_if_told,
-    load_slowly,
-)
+from helpers import data_hosts, datasets
+from helpers.data_hosts import DataHost, kill_at_random, loader_of, remote, two_epochs, up
+from helpers.datasets import PACED, SLOW, STEADY, TROUBLED, Numbers, Reduced, Stream, assert_same
 from helpers.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -80,39 +60,37 @@ def test_hosts_and_workers_are_killed_at_random_moments_and_come_back(start, dat
         assert_same(two_epochs(remote(hosts, dataset), **options), expected)
 
 
-def one_hangs(hosts: list[DataHost]) -> None:
-    hosts[-1].freeze()
+def for_a_while(end: Callable, begin_again: Callable) -> Callable:
+    """Return an event, which ends all hosts for three seconds."""
+
+    def event(hosts: list[DataHost]) -> None:
+        for host in hosts:
+            end(host)
+        time.sleep(3)
+        for host in hosts:
+            begin_again(host)
+
+    return event
 
 
-def all_are_gone_for_a_while(hosts: list[DataHost]) -> None:
-    for host in hosts:
-        host.kill()
-    time.sleep(2)
-    for host in hosts:
-        host.start()
-
-
-def all_hang_for_a_while(hosts: list[DataHost]) -> None:
-    for host in hosts:
-        host.freeze()
-    time.sleep(3)
-    for host in hosts:
-        host.thaw()
-
-
-def the_process_that_holds_the_dataset_is_killed(hosts: list[DataHost]) -> None:
-    hosts[0].worker_processes()[0].parent().kill()
+EVENTS = {
+    "one host hangs": lambda hosts: hosts[-1].freeze(),
+    "all are gone for a while": for_a_while(DataHost.kill, DataHost.start),
+    "all hang for a while": for_a_while(DataHost.freeze, DataHost.thaw),
+    "its process is killed": lambda hosts: hosts[0].worker_processes()[0].parent().kill(),
+}
 
 
 @pytest.mark.parametrize(
     "event, after, host_count, dataset, num_workers",
     [
-        (one_hangs, 0, 2, STEADY, 0),  # after 0 batches: it never answers
-        (one_hangs, 3, 2, STEADY, 0),
-        pytest.param(one_hangs, 3, 2, Stream(400, 0.01), 2, marks=thorough),
-        pytest.param(all_are_gone_for_a_while, 1, 2, STEADY, 2, marks=thorough),
-        pytest.param(all_hang_for_a_while, 1, 1, STEADY, 1, marks=thorough),
-        pytest.param(the_process_that_holds_the_dataset_is_killed, 2, 1, STEADY, 0, marks=thorough),
+        # After 0 batches: it never answers.
+        pytest.param("one host hangs", 0, 2, STEADY, 0, marks=thorough),
+        ("one host hangs", 3, 2, STEADY, 0),
+        pytest.param("one host hangs", 3, 2, Stream(400, 0.01), 2, marks=thorough),
+        pytest.param("all are gone for a while", 1, 2, STEADY, 2, marks=thorough),
+        pytest.param("all hang for a while", 1, 1, STEADY, 1, marks=thorough),
+        pytest.param("its process is killed", 2, 1, STEADY, 0, marks=thorough),
     ],
 )
 def test_an_epoch_goes_on_if(
@@ -124,10 +102,11 @@ def test_an_epoch_goes_on_if(
     expected = list(epoch([], dataset, num_workers=num_workers))
     hosts = up(*[start(workers=2) for _ in range(host_count)])
     if after == 0:
-        event(hosts)
+        EVENTS[event](hosts)
     batches = epoch(hosts, dataset, num_workers=num_workers)
     received, began = [next(batches) for _ in range(after)], time.monotonic()
-    event(hosts)
+    if after:
+        EVENTS[event](hosts)
     assert_same(received + list(batches), expected)
     assert time.monotonic() < began + 15  # gRPC would take longer to notice
     # One line per host and worker, not one per attempt.
@@ -180,7 +159,7 @@ def test_connections_may_be_cut_within_replies(start, seed):
     """A relay cuts each connection after a random number of bytes."""
     chance, cuts, is_over = random.Random(seed), [], threading.Event()
     [host] = up(start(workers=1 + seed % 2))
-    relay = Namespace(address=f"127.0.0.1:{free_port()}")
+    relay = Namespace(address=f"127.0.0.1:{data_hosts.free_port()}")
 
     async def pass_on(source: StreamReader, target: StreamWriter, left: int) -> None:
         with contextlib.suppress(OSError):
@@ -228,18 +207,17 @@ def test_pauses_of_the_training_do_not_count(start):
 
 @thorough
 def test_a_host_that_is_busy_is_not_silent(start):
-    """Loading a Dataset or preparing a sample may take longer than the timeout."""
+    """Preparing a sample may take longer than the timeout."""
     [host] = up(start(setup="import feed.front; feed.front.BEAT_SECONDS = 0.3"))
-    batches = loader_of([host], Reduced(load_slowly), [[0, 1], [2]], timeout=1.5)
-    assert [[sample["index"] for sample in batch] for batch in batches] == [[0, 1], [2]]
+    table = datasets.Table(lambda table, index: time.sleep(3 * (index == 0)) or index)
+    assert [*loader_of([host], table, [[0, 1], [2]], timeout=1.5)] == [[0, 1], [2]]
 
 
-@pytest.mark.parametrize(
-    "dataset", [Reduced(hang_if_told), pytest.param(hang_if_told, marks=thorough)]
-)
+@pytest.mark.parametrize("reduce", [Reduced, pytest.param(lambda make: make, marks=thorough)])
 def test_a_dataset_that_is_never_made_is_an_error_unless_another_host_has_it(
-    start, dataset, monkeypatch
+    start, reduce, monkeypatch
 ):
+    dataset = reduce(datasets.hang_if_told)
     monkeypatch.setattr(fetch, "MAKING_TIMEOUTS", 2)
     beat = "import feed.front; feed.front.BEAT_SECONDS, feed.front.TELL_SECONDS = 0.3, 1"
     bad, good = up(start(setup=beat, environment={"HANGS": "1"}), start())
@@ -262,7 +240,7 @@ def test_a_host_that_comes_up_late_is_used(start):
 
 def test_a_wrong_token_ends_the_training_at_once(start):
     [host] = up(start(token="another"))
-    away = Namespace(address=f"127.0.0.1:{free_port()}")  # down, and not waited for
+    away = Namespace(address=f"127.0.0.1:{data_hosts.free_port()}")  # down, and not waited for
     for num_workers in (0, 1):
         with pytest.raises(PermissionError, match=f"{host.address}: wrong or missing token: do"):
             list(epoch([away, host], num_workers=num_workers))
@@ -303,9 +281,9 @@ held = [os.dup(0) for _ in range(1024)]
 """
 
 
-@pytest.mark.parametrize("setup", ["", HOLD], ids=["", "beyond the files that select can handle"])
-def test_a_worker_that_is_killed_is_replaced_and_the_log_says_so(start, setup):
-    [host] = up(start(workers=2, setup=setup))
+def test_a_worker_that_is_killed_is_replaced_and_the_log_says_so(start):
+    """Also if its pipe is beyond the files that select can handle."""
+    [host] = up(start(workers=2, setup=HOLD))
     batches, received = epoch([host]), []
     for _ in range(3):
         received += [next(batches), next(batches)]
@@ -319,40 +297,28 @@ HASTY = "import feed.worker; feed.worker.CHUNK_TIMEOUT = 2"
 
 @thorough
 @pytest.mark.parametrize(
-    "sample, setup, words",
+    "dataset, sample, setup, error, words",
     [
-        (DEADLY, "", "failed 3 times in a row: the last one has died: is"),
-        (SLOW, HASTY, "worker processes failed 3 times .* one hangs"),
+        (TROUBLED, datasets.DEADLY, "", RuntimeError, "failed 3 times .* one has died"),
+        (TROUBLED, SLOW, HASTY, RuntimeError, "failed 3 times .* one hangs"),
+        (Reduced(os.abort), 0, "", RuntimeError, "Dataset's process has died"),
+        (Reduced(__import__, "not_there"), 0, "", ModuleNotFoundError, "not_there"),
     ],
 )
-def test_a_sample_that_ends_its_process_is_an_error_and_no_endless_loop(
-    start, sample, setup, words
+def test_what_ends_a_process_there_is_an_error_and_the_host_still_serves_others(
+    start, dataset, sample, setup, error, words
 ):
     [host] = up(start(setup=setup))
-    batches = iter(loader_of([host], TROUBLED, [[0], [1, sample], [2]], num_workers=1))
-    assert next(batches) == [0]
-    with pytest.raises(RuntimeError, match=words):
-        next(batches)
-    assert [*batches] == [[2]]
-
-
-@thorough
-def test_a_dataset_that_cannot_be_loaded_there_is_an_error(start):
-    [host] = up(start())
-    for dataset, error, words in [
-        (Reduced(os.abort), RuntimeError, "the Dataset's process has died: is there enough"),
-        (Reduced(__import__, "not_there"), ModuleNotFoundError, "No module named 'not_there'"),
-    ]:
-        with pytest.raises(error, match=words):
-            next(iter(loader_of([host], dataset, num_workers=1)))
-    assert len(list(epoch([host], Numbers()))) == 9  # the host still serves others
+    with pytest.raises(error, match=words):
+        list(loader_of([host], dataset, [[1, sample]], num_workers=1))
+    assert [*loader_of([host], TROUBLED, [[2]])] == [[2]]
 
 
 @thorough
 def test_a_worker_that_is_frozen_is_replaced(start):
     """Also while the server waits for the rest of a large sample."""
     [host] = up(start(setup=HASTY))
-    for times, sample in enumerate([0, BIG], start=1):
+    for times, sample in enumerate([0, datasets.BIG], start=1):
         batches = iter(loader_of([host], TROUBLED, [[sample]] * 3000, num_workers=1))
         for _ in range(3):
             next(batches)

@@ -21,18 +21,9 @@ import psutil
 import pytest
 
 from feed import wire
-from helpers.data_hosts import (
-    CODE,
-    TOKEN,
-    DataHost,
-    environment_of,
-    free_port,
-    has_ended,
-    loader_of,
-    up,
-    wait_for_threads,
-)
-from helpers.datasets import BIG, SLOW, STEADY, TROUBLED, Draws, Numbers, Reduced, load_slowly
+from helpers import data_hosts
+from helpers.data_hosts import CODE, TOKEN, DataHost, has_ended, loader_of, up, wait_for_threads
+from helpers.datasets import BIG, SLOW, STEADY, TROUBLED, Draws, Numbers, Reduced, hang_if_told
 from helpers.pages import ROOT
 from helpers.waiting import wait_until
 
@@ -49,20 +40,15 @@ def serves(host: DataHost) -> bool:
 # Where it listens
 
 
-def test_port_in_use_is_refused(start):
+def test_a_port_in_use_and_a_missing_token_are_refused_at_once(start):
+    """Before it imports torch, which takes seconds."""
     [host] = up(start())
-    # It says so at once: before it imports torch, which takes seconds.
-    setup = "import sys; sys.modules['torch'] = None"
-    second = start(address=host.address, setup=setup, is_program=True)
-    assert second.process.wait(timeout=60) != 0
+    options = {"setup": "import sys; sys.modules['torch'] = None", "is_program": True}
+    second, without_token = start(address=host.address, **options), start(token="", **options)
+    assert second.process.wait(timeout=60) == 1 and without_token.process.wait(timeout=60) == 2
     assert f"feed: cannot listen on '{host.address}': it is in use, or" in second.said()
+    assert "HETERO_TOKEN must be the job's token" in without_token.said()
     assert serves(host)
-
-
-def test_a_server_without_a_token_is_refused(start):
-    host = start(token="", setup="import sys; sys.modules['torch'] = None", is_program=True)
-    assert host.process.wait(timeout=60) == 2
-    assert "HETERO_TOKEN must be the job's token" in host.said()
 
 
 # Strangers
@@ -133,7 +119,7 @@ def test_garbage_and_silent_calls_do_no_harm(start):
 
 
 def test_nothing_of_a_stranger_at_a_data_host_s_address_is_unpickled(tmp_path):
-    address, file = f"127.0.0.1:{free_port()}", tmp_path / "made"
+    address, file = f"127.0.0.1:{data_hosts.free_port()}", tmp_path / "made"
 
     def ask(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         reply = wire.Reply(wire.RAISED, pickle.dumps(Evil(file)), workers=1)
@@ -178,7 +164,7 @@ def test_datasets_that_nobody_asks_for_are_dropped(start):
     always = iter(loader_of([host], Numbers(), batch_size=3))
     next(always)
     counts = []
-    for number in [*range(8), 0]:
+    for number in [*range(5), 0]:
         loader.dataset.number = number  # another Dataset
         assert len(list(loader)) == 2
         next(always)
@@ -240,17 +226,18 @@ FAILING = "import feed.worker; feed.worker.Worker.receive = lambda self: 1 / 0"
     [
         # A thread fails: otherwise clients would wait for its work forever.
         ("wait", 1, "ZeroDivisionError", Numbers(), "", FAILING),
-        ("kill", -signal.SIGKILL, "", TROUBLED, "asleep", ""),
-        pytest.param("terminate all", 0, "", TROUBLED, "asleep", "", marks=thorough),
-        pytest.param("terminate", 0, "", Reduced(load_slowly), "loading", "", marks=thorough),
+        pytest.param("kill", -signal.SIGKILL, "", TROUBLED, "asleep", "", marks=thorough),
+        ("terminate all", 0, "", TROUBLED, "asleep", ""),
+        pytest.param("terminate", 0, "", Reduced(hang_if_told), "making", "", marks=thorough),
+        pytest.param("terminate", 0, "feed: no Dataset was sent: ", None, "", "", marks=thorough),
         pytest.param(
             "kill front", 1, "the gRPC process has ended", TROUBLED, "asleep", "", marks=thorough
         ),
     ],
 )
 def test_all_processes_of_a_host_end_with_it(start, end, code, words, dataset, begun, setup):
-    [host] = up(start(workers=2, setup=setup, is_program=True))
-    waiting = iter(loader_of([host], dataset, [[SLOW]], num_workers=1))
+    [host] = up(start(workers=2, setup=setup, environment={"HANGS": "1"}, is_program=True))
+    waiting = dataset and iter(loader_of([host], dataset, [[SLOW]], num_workers=1))
     wait_until(lambda: begun in host.said())
     processes = host.processes()
     if dataset is TROUBLED:
@@ -260,21 +247,12 @@ def test_all_processes_of_a_host_end_with_it(start, end, code, words, dataset, b
     assert host.process.wait(timeout=60) == code
     wait_until(lambda: all(map(has_ended, processes)))
     assert words in host.said()
+    assert dataset is None or "no Dataset was sent" not in host.said()
     assert code == 1 or "Traceback" not in host.said()
     del waiting
 
 
-@thorough
-def test_a_host_that_has_had_no_dataset_says_so_when_it_ends(start):
-    used, unused = up(start(), start())
-    list(loader_of([used], Numbers(), [[0]]))
-    for host, times in (used, 0), (unused, 1):
-        host.process.terminate()
-        host.process.wait(timeout=30)
-        assert host.said().count("feed: no Dataset was sent: ") == times
-
-
-# How trainings end
+# How trainings end# How trainings end
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +282,7 @@ def training(host: DataHost, sample: int, num_workers: int = 0, end: str = "") -
     program = psutil.Popen(
         [sys.executable, "-W", "ignore", ROOT / "tests/programs/epoch.py"]
         + [str(sample), str(num_workers), end],
-        env=environment_of([host]),
+        env=data_hosts.environment_of([host]),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -325,8 +303,8 @@ def training(host: DataHost, sample: int, num_workers: int = 0, end: str = "") -
     "sample, num_workers, end, code, said",
     [
         (0, 0, "raises", 1, ["ZeroDivisionError: division by zero"]),
-        (0, 2, "exits", 5, []),
-        (SLOW, 0, "", -signal.SIGINT, ["KeyboardInterrupt"]),
+        pytest.param(0, 2, "exits", 5, [], marks=thorough),
+        pytest.param(SLOW, 0, "", -signal.SIGINT, ["KeyboardInterrupt"], marks=thorough),
         (SLOW, 2, "", -signal.SIGINT, ["KeyboardInterrupt"]),
         (SLOW, 2, "", -signal.SIGKILL, []),
     ],

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from feed import RemoteDataset
 from helpers.data_hosts import loader_of, remote, up
 from helpers.datasets import SAMPLES, Draws, Reduced, Table, assert_same, numbers_drawn, seed_all
 
@@ -40,6 +39,7 @@ def test_it_can_be_indexed_without_a_dataloader(hosts):
         assert numbers_drawn() == expected
         assert [*remote(some, [1, 2, 3])] == [1, 2, 3]  # an IndexError ends the loop
         dataset = remote(some, columns())
+        assert [*loader_of(some, {0: 1, 1: 2})] == [[1], [2]]
         assert dataset["label"] == [*"abcdefghij"] and dataset[:3] == [0, 1, 2] and dataset[2] == 2
 
 
@@ -63,18 +63,7 @@ def test_code_that_looks_at_its_variables_sees_those_of_the_dataset(hosts):
     assert first == next(iter(loader_of([], columns(), [[0]])))[0] + 20 == dataset[0]
 
 
-def test_several_datasets_are_refused():
-    splits = type("Splits", (dict,), {})(train=columns(), test=columns())  # as a DatasetDict
-    words = r"got a Splits of Datasets: .* such as dataset\['train'\]"
-    with pytest.raises(TypeError, match=words):
-        RemoteDataset(splits)
-    assert [*DataLoader(RemoteDataset({0: 1, 1: 2}), collate_fn=list)] == [[1], [2]]
-    with pytest.raises(TypeError, match="use it once, after everything that makes another"):
-        RemoteDataset(RemoteDataset([1, 2]))
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_data_hosts_lack_is_explained(hosts, num_workers):
+def test_what_data_hosts_lack_is_explained(hosts):
     def missing() -> Dataset:
         return Path("/nowhere/labels.csv").read_bytes()
 
@@ -92,7 +81,7 @@ def test_what_data_hosts_lack_is_explained(hosts, num_workers):
         (Reduced(connect, os.getpid()), ValueError, alone),
     ]:
         with pytest.raises(error, match=words):
-            [*loader_of(hosts, dataset, [[0]], num_workers=num_workers)]
+            [*loader_of(hosts, dataset, [[0]], num_workers=1)]
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
