@@ -78,17 +78,16 @@ def jobs(local, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list]:
-    """Three data hosts with different numbers of worker processes, which end cleanly."""
-    from helpers.data_hosts import DataHost, has_ended, up
-    from helpers.waiting import wait_until
+    """Three data hosts with different numbers of worker processes.
 
-    hosts = up(*[DataHost(workers, is_program=True) for workers in (1, 2, 3)])
+    They are forked; test_feed_servers.py and all jobs start them as users do.
+    """
+    from helpers.data_hosts import DataHost, up
+
+    hosts = up(*[DataHost(workers) for workers in (1, 2, 3)])
     yield hosts
-    processes = [process for host in hosts for process in host.processes()]
     for host in hosts:
-        host.process.terminate()
-    assert [host.process.wait(timeout=30) for host in hosts] == [0, 0, 0]
-    wait_until(lambda: all(map(has_ended, processes)))
+        host.kill()
 
 
 @pytest.fixture
