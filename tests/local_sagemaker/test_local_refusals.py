@@ -116,6 +116,7 @@ REFUSED = {
         {"StoppingCondition": {"MaxWaitTimeInSeconds": 60}},
         "only supported when EnableManagedSpotTraining is set to true",
     ),
+    "spot without a time to wait": (spot(MaxRuntimeInSeconds=60), "must be present and be greater"),
     "spot with less time to wait than to run": (
         spot(MaxRuntimeInSeconds=60, MaxWaitTimeInSeconds=59),
         "must be present and be greater than or equal to MaxRuntimeInSeconds",
