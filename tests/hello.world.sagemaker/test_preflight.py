@@ -145,7 +145,6 @@ if group == "data_group":
     child = subprocess.Popen([sys.executable, "-c", strangers], stdout=subprocess.PIPE)
     child.stdout.readline()
 """
-BREAK = "pathlib.Path('torch.py').write_text({!r})"
 ALONE = {"groups": None, "token": "", "frameworks": ("torch", "tensorflow")}
 ADDRESS, EXCHANGE = "return self.addresses.get(host, host)", 'if ask == "exchange":'
 # The data host reaches the leader, but not vice versa, as with one-sided network rules.
@@ -181,13 +180,10 @@ THOROUGH = {
     ),
 }  # fmt: skip
 OFTEN = {
-    "a framework that does not load": Preflight(
-        r"the framework does not load \(.*ImportError: .*\): use another image\.", [""],
-        before=BREAK.format("raise ImportError('no libcudart.so.13')"), **ALONE,
-    ),
     "a framework that prints a line and does not load": Preflight(
         r"the framework does not load \(.*TypeError: .*\): use another image\.", [""],
-        before=BREAK.format("print('{}')[0]"), **ALONE,
+        **ALONE,
+        before="pathlib.Path('torch.py').write_text(\"print('{}')[0]\")",
     ),
     "hosts with faults": Preflight(
         rf"AlgorithmError: {DATA}1 GPU\(s\), driver 470",

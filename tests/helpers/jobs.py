@@ -99,6 +99,13 @@ class Jobs:
         trainer.train(wait=False, logs=False)
         return trainer._latest_training_job.training_job_name
 
+    def ask(self, name: str, *command: str, bucket: str = "any", **changes) -> str:
+        """Start the job of a `request` with boto3 alone, and return its name."""
+        self.aws.client("s3").create_bucket(Bucket=bucket)
+        asked = request(name, *command, bucket=bucket, **changes)
+        self.aws.client("sagemaker").create_training_job(**asked)
+        return name
+
     def describe(self, name: str) -> dict:
         """Return DescribeTrainingJob's response."""
         return self.aws.client("sagemaker").describe_training_job(TrainingJobName=name)
@@ -181,17 +188,23 @@ def archive(uri: str) -> dict[str, bytes]:
         return {m.name: tar.extractfile(m).read() for m in tar.getmembers()}
 
 
-def request(name: str, **changes) -> dict:
-    """Return a valid CreateTrainingJob request that runs `true`, with changes."""
+def request(
+    name: str, *command: str, algorithm: dict | None = None, bucket: str = "any", **changes
+) -> dict:
+    """Return a valid CreateTrainingJob request that runs a command, with changes.
+
+    algorithm: changes of its AlgorithmSpecification. bucket: for the output.
+    """
+    specification = {
+        "TrainingImage": "any",
+        "TrainingInputMode": "File",
+        "ContainerEntrypoint": [*command] or ["/bin/true"],
+    }
     return {
         "TrainingJobName": name,
         "RoleArn": "arn:aws:iam::123456789012:role/any",
-        "AlgorithmSpecification": {
-            "TrainingImage": "any",
-            "TrainingInputMode": "File",
-            "ContainerEntrypoint": ["/bin/true"],
-        },
-        "OutputDataConfig": {"S3OutputPath": "s3://any/output"},
+        "AlgorithmSpecification": {**specification, **(algorithm or {})},
+        "OutputDataConfig": {"S3OutputPath": f"s3://{bucket}/output"},
         "ResourceConfig": {"InstanceType": "ml.m5.large", "InstanceCount": 1, "VolumeSizeInGB": 1},
         "StoppingCondition": {"MaxRuntimeInSeconds": 60},
         **changes,

@@ -20,6 +20,7 @@ from helpers.waiting import wait_until, wait_until_gone
 
 CODE = EXAMPLE / "code"
 GROUPS = {"data_group": ("ml.c5.xlarge", 2), "dnn_group": ("ml.m5.xlarge", 2)}
+PAIR = {"data_group": ("ml.c5.xlarge", 1), "dnn_group": ("ml.m5.xlarge", 1)}
 BUCKET, IMAGES = "endings", 640
 HYPERPARAMETERS = {"model": "small", "batch-size": 16, "processes-per-host": 1, "log-every": 1,
                    "augment": 1, "workers": 1, "epochs": 1000, "checkpoint-every": 5}  # fmt: skip

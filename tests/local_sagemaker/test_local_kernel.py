@@ -1,16 +1,17 @@
 """The process that users work in: what it sees of a job, and what happens when the process ends."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from helpers.jobs import ROOT, processes_naming, start_kernel
+from helpers.waiting import wait_until_gone
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -23,84 +24,32 @@ print("RUNNING", flush=True)
 """
 
 
+ENDS = {
+    "a stop, though a forked child holds a copy of every pipe": (
+        "if os.fork() == 0: time.sleep(20); os._exit(0)\n"
+        "session.stop(); os.kill(os.getpid(), signal.SIGKILL)"
+    ),
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "SIGINT": "os.kill(os.getpid(), signal.SIGINT); time.sleep(100)",
+    "exit": "",
+    "SIGKILL, though a forked child lives on": (
+        "if os.fork() == 0: time.sleep(60); os._exit(0)\nos.kill(os.getpid(), signal.SIGKILL)"
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "end", ["stop", *(pytest.param(end, marks=thorough) for end in ("SIGKILL", "SIGINT", "exit"))]
+    "end", [end if end.startswith("a stop") else pytest.param(end, marks=thorough) for end in ENDS]
 )
 def test_no_host_outlives_the_kernel(tmp_path: Path, temporary_folder: Path, end: str):
-    body = SLEEPING_JOB + {"stop": "session.stop()\nprint('STOPPED')", "exit": ""}.get(
-        end, "time.sleep(100)"
-    )
-    process = start_kernel(body, tmp_path)
-    for line in process.stdout:
-        if line.startswith("RUNNING"):
-            break
-    else:
-        pytest.fail("the job did not start")
-    started = time.monotonic()
-    if end.startswith("SIG"):
-        os.killpg(process.pid, getattr(signal, end))
+    process = start_kernel(SLEEPING_JOB + ENDS[end], tmp_path)
     try:
-        process.communicate(timeout=30)
+        assert any(line.startswith("RUNNING") for line in process.stdout)
+        wait_until_gone(lambda: processes_naming(f"{temporary_folder}/local-sagemaker-"), seconds=5)
+        process.wait(timeout=30)
     finally:
-        process.kill()
-    while processes_naming(f"{temporary_folder}/local-sagemaker-"):
-        assert time.monotonic() < started + 5
-        time.sleep(0.05)
-
-
-@thorough
-def test_no_host_outlives_a_kernel_whose_forked_child_does(tmp_path: Path, temporary_folder: Path):
-    body = SLEEPING_JOB + (
-        "if os.fork() == 0: time.sleep(60); os._exit(0)\n"
-        "print('FORKED', flush=True); time.sleep(100)"
-    )
-    process = start_kernel(body, tmp_path)
-    try:
-        assert any(line.startswith("FORKED") for line in process.stdout)
-        process.kill()
-        started = time.monotonic()
-        while processes_naming(f"{temporary_folder}/local-sagemaker-"):
-            assert time.monotonic() < started + 5
-            time.sleep(0.05)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-@thorough
-def test_a_forked_child_of_the_kernel_does_not_hold_up_the_end(tmp_path: Path):
-    body = """
-name = jobs.create({"train.py": "import time; print('ready'); time.sleep(100)"},
-                   "exec python train.py")
-jobs.wait_for_log(name, "ready")
-if os.fork() == 0:
-    time.sleep(20)  # holds a copy of every pipe
-    os._exit(0)
-started = time.monotonic()
-session.stop()
-print("STOPPED IN", time.monotonic() - started, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    process = start_kernel(body, tmp_path)
-    seconds = next(float(x.split()[2]) for x in process.stdout if x.startswith("STOPPED IN"))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert seconds < 5
-
-
-@thorough
-def test_a_block_within_a_session_leaves_the_session_alone(tmp_path: Path):
-    body = """
-with local_sagemaker.start() as inner:
-    assert inner is session
-import boto3
-print("STILL", boto3.client("s3").list_buckets()["ResponseMetadata"]["HTTPStatusCode"])
-session.stop()
-with local_sagemaker.start(largest_cluster={"ml.m5.large": 1}) as again:
-    print("AGAIN", again is not session, again.scale_vcpus)
-"""
-    process = start_kernel(body, tmp_path)
-    output = process.communicate(timeout=60)[0]
-    assert "STILL 200" in output and "AGAIN True 2" in output, output
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_nothing_leaves_this_machine_and_no_secret_gets_into_a_log(tmp_path: Path):
@@ -123,6 +72,8 @@ try:
     boto3.client("s3", endpoint_url="http://198.51.100.1:9").list_buckets()
 except Exception as error:
     print("REFUSED", error)
+with local_sagemaker.start() as inner:  # it leaves the session alone
+    assert inner is session
 client = boto3.client("s3")
 client.list_buckets()
 session.stop()
@@ -132,6 +83,8 @@ except Exception as error:
     print("REFUSED", error)
 print("OUTSIDE", outside)
 print("ENDPOINT", os.environ["AWS_ENDPOINT_URL"], os.environ["AWS_ACCESS_KEY_ID"])
+with local_sagemaker.start(largest_cluster={"ml.m5.large": 1}) as again:
+    print("AGAIN", again is not session, again.scale_vcpus)
 """
     process = start_kernel(
         body,
@@ -150,32 +103,32 @@ print("ENDPOINT", os.environ["AWS_ENDPOINT_URL"], os.environ["AWS_ACCESS_KEY_ID"
     assert "OUTSIDE []" in output
     assert output.count("REFUSED The local SageMaker blocked a request") == 2, output
     assert "ENDPOINT http://198.51.100.1:9 AKIAhunter2" in output  # restored at the end
+    assert "AGAIN True 2" in output
 
 
-def test_clients_made_before_the_start_are_refused(tmp_path: Path):
-    text = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import boto3; client = boto3.client('s3', region_name='us-east-1')\n"
-        "from shared import local_sagemaker\nlocal_sagemaker.start()"
-    )
-    result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
-    assert result.returncode != 0
-    assert "Restart the kernel, and call local_sagemaker.start() first" in result.stderr
-
-
-def test_a_folder_that_is_too_long_for_sockets_is_refused(tmp_path: Path):
-    folder = tmp_path / ("x" * 40)
-    folder.mkdir()
+@pytest.mark.parametrize(
+    "before, folder, words",
+    [
+        ("import boto3; client = boto3.client('s3', region_name='us-east-1')", "",
+         "Restart the kernel, and call local_sagemaker.start() first"),
+        ("", "x" * 40,
+         "xxx, is too long for the sockets that hosts create in it: set TMPDIR to a path of at "
+         "most 38 characters"),
+    ],
+    ids=["clients exist", "a long folder"],
+)  # fmt: skip
+def test_a_start_is_refused(tmp_path: Path, before: str, folder: str, words: str):
+    (tmp_path / folder).mkdir(exist_ok=True)
+    environment = {"TMPDIR": str(tmp_path / folder)} if folder else {}
     result = subprocess.run(
-        [sys.executable, "-c", "from shared import local_sagemaker\nlocal_sagemaker.start()"],
+        [sys.executable, "-c", f"{before}\nfrom shared.local_sagemaker import start\nstart()"],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(folder)},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
     )
     assert result.returncode != 0
-    assert f"{folder}, is too long for the sockets" in result.stderr.splitlines()[-1]
-    assert "set TMPDIR to a path of at most 38 characters" in result.stderr
+    assert words in result.stderr.splitlines()[-1]
 
 
 WATCHED_JOB = """

@@ -17,10 +17,12 @@ def s3_channel(name: str, *groups: str, **source) -> dict:
     return {"ChannelName": name, "DataSource": {"S3DataSource": source}}
 
 
-def config(**changes) -> dict:
-    """Return the change of a request to two groups, one with local storage, and these settings."""
-    groups = [group("cpu", "ml.c5.xlarge"), group("gpu", "ml.g5.xlarge")]
-    return {"ResourceConfig": {"InstanceGroups": groups, "VolumeSizeInGB": 30, **changes}}
+def config(*groups: dict, **changes) -> dict:
+    """Return the change of a request to these groups and settings; by default, one has a disk."""
+    default = [group("cpu", "ml.c5.xlarge"), group("gpu", "ml.g5.xlarge")]
+    return {
+        "ResourceConfig": {"InstanceGroups": groups or default, "VolumeSizeInGB": 30, **changes}
+    }
 
 
 def spot(**condition: int) -> dict:
@@ -28,94 +30,26 @@ def spot(**condition: int) -> dict:
 
 
 def metric(regex: str) -> dict:
-    return {
-        "AlgorithmSpecification": {
-            "TrainingImage": "any",
-            "TrainingInputMode": "File",
-            "ContainerEntrypoint": ["/bin/true"],
-            "MetricDefinitions": [{"Name": "m", "Regex": regex}],
-        }
-    }
+    return {"algorithm": {"MetricDefinitions": [{"Name": "m", "Regex": regex}]}}
 
 
+def channels(*channels: dict) -> dict:
+    return {"InputDataConfig": [*channels]}
+
+
+# What each of AWS's own constraints refuses is in test_local_model.py.
 REFUSED = {
     "instance type beside groups": (
-        {
-            "ResourceConfig": {
-                "InstanceGroups": [group()],
-                "InstanceType": "ml.m5.large",
-                "VolumeSizeInGB": 1,
-            }
-        },
+        config(InstanceType="ml.m5.large"),
         "InstanceType or InstanceCount cannot be specified with InstanceGroups",
     ),
     "neither": ({"ResourceConfig": {"VolumeSizeInGB": 1}}, "or InstanceGroups"),
-    "two groups of one name": (
-        {"ResourceConfig": {"InstanceGroups": [group(), group()], "VolumeSizeInGB": 1}},
-        "must be unique",
-    ),
-    "six groups": (
-        {"ResourceConfig": {"InstanceGroups": [group(c) for c in "abcdef"], "VolumeSizeInGB": 1}},
-        "less than or equal to 5",
-    ),
-    "warm pool": (
-        {
-            "ResourceConfig": {
-                "InstanceGroups": [group()],
-                "KeepAlivePeriodInSeconds": 60,
-                "VolumeSizeInGB": 1,
-            }
-        },
-        "does not do ResourceConfig.KeepAlivePeriodInSeconds: for a local run leave it out",
-    ),
-    "unknown instance type": (
-        {"ResourceConfig": {"InstanceGroups": [group(kind="ml.c5.huge")], "VolumeSizeInGB": 1}},
-        "ml.c5.huge",
-    ),
-    "some channels with groups": (
-        {
-            "ResourceConfig": {"InstanceGroups": [group("a"), group("b")], "VolumeSizeInGB": 1},
-            "InputDataConfig": [s3_channel("x", "a"), s3_channel("y")],
-        },
-        r"Some channels have assigned instance groups: \[x\] while others not: \[y\]",
-    ),
-    "channel of an unknown group": (
-        {
-            "ResourceConfig": {"InstanceGroups": [group("a")], "VolumeSizeInGB": 1},
-            "InputDataConfig": [s3_channel("x", "c")],
-        },
-        r"\['c'\]",
-    ),
-    "no entry point": (
-        {"AlgorithmSpecification": {"TrainingImage": "any", "TrainingInputMode": "File"}},
-        "ContainerEntrypoint",
-    ),
-    "pipe mode": (
-        {"InputDataConfig": [{**s3_channel("x"), "InputMode": "Pipe"}]},
-        "InputDataConfig.InputMode is Pipe, .* for a local run set File or FastFile",
-    ),
-    "pipe mode of the algorithm": (
-        {
-            "AlgorithmSpecification": {
-                "TrainingImage": "any",
-                "TrainingInputMode": "Pipe",
-                "ContainerEntrypoint": ["/bin/true"],
-            },
-            "InputDataConfig": [s3_channel("x")],
-        },
-        "AlgorithmSpecification.TrainingInputMode is Pipe, .* for a local run set File",
-    ),
-    "manifest": (
-        {"InputDataConfig": [s3_channel("x", S3DataType="ManifestFile")]},
-        "S3DataType is ManifestFile, .* set S3Prefix",
-    ),
-    "shards": (
-        {"InputDataConfig": [s3_channel("x", S3DataDistributionType="ShardedByS3Key")]},
-        "S3DataDistributionType is ShardedByS3Key, .* set FullyReplicated",
-    ),
-    "a count of 0": (
-        config(InstanceGroups=[group(count=0)]),
-        "instance count of a must be at least 1",
+    "no cluster": ({"ResourceConfig": None}, "ResourceConfig needs InstanceType and InstanceCount"),
+    "two groups of one name": (config(group(), group()), "must be unique"),
+    "a count of 0": (config(group(count=0)), "instance count of a must be at least 1"),
+    "a type that AWS has retired": (
+        config(group(kind="ml.p2.xlarge")),
+        "The local SageMaker does not know the instance type 'ml.p2.xlarge'",
     ),
     "no volume for an instance without storage": (
         config(VolumeSizeInGB=0),
@@ -125,16 +59,54 @@ REFUSED = {
         config(VolumeKmsKeyId="alias/x"),
         "VolumeKmsKeyId cannot be used with ml.g5.xlarge",
     ),
+    "some channels with groups": (
+        config() | channels(s3_channel("x", "cpu"), s3_channel("y")),
+        r"Some channels have assigned instance groups: \[x\] while others not: \[y\]",
+    ),
+    "channel of an unknown group": (config() | channels(s3_channel("x", "c")), r"\['c'\]"),
+    "two channels of one name": (
+        channels(s3_channel("x"), s3_channel("x")),
+        r"Channel names must be unique, but \['x'\]",
+    ),
+    "a channel that would replace the configuration": (
+        channels(s3_channel("..")),
+        r"The channel name '\.\.' is not a folder of its own",
+    ),
+    "a channel without a source": (
+        channels({"ChannelName": "x", "DataSource": {}}),
+        "Channel 'x' has no data source",
+    ),
+    "a channel without objects": (
+        channels(s3_channel("x", S3Uri="s3://no-such-bucket/x")),
+        'No S3 objects found under S3 URL "s3://no-such-bucket/x" .* on bucket "no-such-bucket"',
+    ),
+    "pipe mode": (
+        channels({**s3_channel("x"), "InputMode": "Pipe"}),
+        "InputDataConfig.InputMode is Pipe, .* for a local run set File or FastFile",
+    ),
+    "pipe mode of the algorithm": (
+        {"algorithm": {"TrainingInputMode": "Pipe"}},
+        "AlgorithmSpecification.TrainingInputMode is Pipe, .* for a local run set File",
+    ),
+    "manifest": (
+        channels(s3_channel("x", S3DataType="ManifestFile")),
+        "S3DataType is ManifestFile, .* set S3Prefix",
+    ),
+    "shards": (
+        channels(s3_channel("x", S3DataDistributionType="ShardedByS3Key")),
+        "S3DataDistributionType is ShardedByS3Key, .* set FullyReplicated",
+    ),
+    "no entry point": (
+        {"AlgorithmSpecification": {"TrainingImage": "any", "TrainingInputMode": "File"}},
+        "ContainerEntrypoint",
+    ),
     "no image": (
         {"AlgorithmSpecification": {"TrainingInputMode": "File"}},
         "needs either a TrainingImage or an AlgorithmName",
     ),
     "no specification": ({"AlgorithmSpecification": None}, "needs either a TrainingImage"),
-    "no cluster": ({"ResourceConfig": None}, "ResourceConfig needs InstanceType and InstanceCount"),
-    "two channels of one name": (
-        {"InputDataConfig": [s3_channel("x"), s3_channel("x")]},
-        r"Channel names must be unique, but \['x'\]",
-    ),
+    "no regular expression": (metric("score=("), r"Metric 'm': the regular expression 'score=\('"),
+    "a regular expression without a group": (metric("score"), "it has no group"),
     "two tags of one key": (
         {"Tags": [{"Key": "k", "Value": "1"}, {"Key": "k", "Value": "2"}]},
         r"Tag keys must be unique, but \['k'\]",
@@ -147,67 +119,34 @@ REFUSED = {
     "spot without a time to wait": (spot(MaxRuntimeInSeconds=60), "must be present and be greater"),
     "spot with less time to wait than to run": (
         spot(MaxRuntimeInSeconds=60, MaxWaitTimeInSeconds=59),
-        "greater than or equal to MaxRuntimeInSeconds",
+        "must be present and be greater than or equal to MaxRuntimeInSeconds",
     ),
     "spot with less time to wait than a day, the default": (
         spot(MaxWaitTimeInSeconds=86_399),
         "greater than or equal to MaxRuntimeInSeconds",
     ),
     "29 days": ({"StoppingCondition": {"MaxRuntimeInSeconds": 29 * 86_400}}, "at most 28 days"),
-    "an instance type that EC2 has and SageMaker has not": (
-        config(InstanceGroups=[group(kind="ml.c6a.xlarge")]),
-        "'ml.c6a.xlarge' at 'resourceConfig.instanceGroups.1.member.instanceType' failed",
-    ),
-    "a type that AWS has retired": (
-        config(InstanceGroups=[group(kind="ml.p2.xlarge")]),
-        "The local SageMaker does not know the instance type 'ml.p2.xlarge'",
-    ),
     "what is not here": (
         {"TensorBoardOutputConfig": {"S3OutputPath": "s3://any/board"}},
         "does not do TensorBoardOutputConfig: for a local run leave it out",
     ),
     "what is not here, in a structure that is": (
-        {"InputDataConfig": [{**s3_channel("x"), "ShuffleConfig": {"Seed": 1}}]},
+        config(KeepAlivePeriodInSeconds=60),
+        "does not do ResourceConfig.KeepAlivePeriodInSeconds: for a local run leave it out",
+    ),
+    "what is not here, in a list": (
+        channels({**s3_channel("x"), "ShuffleConfig": {"Seed": 1}}),
         "does not do InputDataConfig.ShuffleConfig",
     ),
-    "a warm pool of one group": (
-        {
-            "ResourceConfig": {
-                "InstanceType": "ml.m5.large",
-                "InstanceCount": 1,
-                "VolumeSizeInGB": 1,
-                "KeepAlivePeriodInSeconds": 60,
-            }
-        },
-        "does not do ResourceConfig.KeepAlivePeriodInSeconds",
+    "what is not here, and has what is": (
+        {"ResourceConfig": {"InstancePreferences": [{"InstanceType": "ml.m5.large"}]}},
+        "does not do ResourceConfig.InstancePreferences",
     ),
     "checkpoints everywhere": (
         {"CheckpointConfig": {"S3Uri": "s3://any/c", "LocalPath": "/opt/ml/../.."}},
         "give it its own folder",
     ),
-    "a channel that would replace the configuration": (
-        {"InputDataConfig": [s3_channel("..")]},
-        r"The channel name '\.\.' is not a folder of its own",
-    ),
-    "an API that needs no instance type": (
-        {
-            "ResourceConfig": {
-                "InstancePreferences": [{"InstanceType": "ml.m5.large", "InstanceCount": 1}]
-            }
-        },
-        "does not do ResourceConfig.InstancePreferences",
-    ),
-    "a channel without a source": (
-        {"InputDataConfig": [{"ChannelName": "x", "DataSource": {}}]},
-        "Channel 'x' has no data source",
-    ),
-    "a channel without objects": (
-        {"InputDataConfig": [s3_channel("x", S3Uri="s3://no-such-bucket/x")]},
-        'No S3 objects found under S3 URL "s3://no-such-bucket/x" .* on bucket "no-such-bucket"',
-    ),
     "apostrophe": ({"HyperParameters": {"name": "it's"}}, "apostrophe"),
-    "no regular expression": (metric("score=("), r"Metric 'm': the regular expression 'score=\('"),
-    "a regular expression without a group": (metric("score"), "it has no group"),
 }
 
 
@@ -225,8 +164,7 @@ def test_refusals(jobs: Jobs, case: str):
 
 def test_a_second_job_of_the_same_name_is_refused(jobs: Jobs):
     client = boto3.client("sagemaker")
-    boto3.client("s3").create_bucket(Bucket="any")
-    client.create_training_job(**request("same-name"))
+    jobs.ask("same-name")
     with pytest.raises(botocore.exceptions.ClientError, match="names must be unique") as error:
         client.create_training_job(**request("same-name"))
     assert error.value.response["Error"]["Code"] == "ResourceInUse"

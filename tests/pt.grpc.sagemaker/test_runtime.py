@@ -17,6 +17,7 @@ from helpers.running import (
     CLUSTER,
     GROUPS,
     LINGER,
+    PAIR,
     SLEEP,
     a_host,
     log_of,
@@ -72,7 +73,14 @@ def log(jobs: Jobs) -> list[str]:
 
 def test_two_data_groups_several_ranks_and_the_servers_that_they_find(log: list[str]):
     ranks, servers = told(log)
-    assert [(t["RANK"], t["WORLD_SIZE"]) for t in ranks] == [(f"{rank}", "4") for rank in range(4)]
+    places = [(t["RANK"], t["LOCAL_RANK"], t["GROUP_RANK"], t["WORLD_SIZE"]) for t in ranks]
+    assert places == [(f"{rank}", f"{rank % 2}", f"{rank // 2}", "4") for rank in range(4)]
+    assert all(t["TORCHELASTIC_RUN_ID"] for t in ranks)  # without it Lightning ignores RANK
+    # Only the user knows which interface is fast.
+    names = ("NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+    assert {tuple(rank[name] for name in names) for rank in ranks} == {("^lo", "3", "lo")}
+    # Other processes hold their output; `nothing_is_left` checks that these end with the job.
+    assert log.count("trained") == 4
     data_hosts = [t for t in servers if t["group"] != "dnn_group"]
     assert sorted(t["group"] for t in data_hosts) == ["data_group", "data_group", "more"]
     addresses = data_hosts[0]["HETERO_DATA_HOSTS"].split(",")
@@ -107,14 +115,10 @@ for environment in json.load(sys.stdin):
 """
 
 
-def test_ranks_find_each_other_as_under_torchrun(log: list[str], tmp_path: Path):
-    """Lightning, too, can read their environment. (test_tensorflow.py's ranks read TF_CONFIG.)
-
-    Variables that the user has set stay: only the user knows which interface is fast.
-    """
+@pytest.mark.thorough
+def test_lightning_reads_the_ranks_environment_as_under_torchrun(log: list[str], tmp_path: Path):
+    """(test_tensorflow.py's ranks read TF_CONFIG.)"""
     ranks, _ = told(log)
-    names = ("NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
-    assert {tuple(rank[name] for name in names) for rank in ranks} == {("^lo", "3", "lo")}
     environments = [{k: v for k, v in rank.items() if isinstance(v, str)} for rank in ranks]
     found = subprocess.check_output(
         [sys.executable, "-c", READ_AS_LIGHTNING],
@@ -123,11 +127,6 @@ def test_ranks_find_each_other_as_under_torchrun(log: list[str], tmp_path: Path)
         text=True,
     )
     assert sorted(found.splitlines()) == ["0 0 0 4", "1 1 0 4", "2 0 1 4", "3 1 1 4"]
-
-
-def test_ranks_have_ended_even_if_other_processes_hold_their_output(log: list[str]):
-    """`nothing_is_left` checks that these processes end with the job."""
-    assert log.count("trained") == 4
 
 
 def test_arguments_come_first_and_hyperparameters_win(jobs: Jobs):
@@ -162,8 +161,8 @@ def test_a_server_that_cannot_be_started_on_spare_cores_is_left_out(jobs: Jobs):
         "serve = ['sleep', '100'] if cluster.group == 'data_group' else ['no-such-program']\n"
         "hetero.run([sys.executable, 'train.py'], serve, spare_cores=1)"
     )
-    log = log_of(jobs, LINGER, files={"launcher.py": launcher})
-    assert sum("no data server on the spare cores: [Errno 2]" in line for line in log) == 2
+    log = log_of(jobs, LINGER, files={"launcher.py": launcher}, groups=PAIR)
+    assert sum("no data server on the spare cores: [Errno 2]" in line for line in log) == 1
 
 
 def test_a_server_of_one_s_own_and_a_script_in_a_subfolder(jobs: Jobs):
@@ -175,9 +174,9 @@ def test_a_server_of_one_s_own_and_a_script_in_a_subfolder(jobs: Jobs):
         "    else:\n        kept.write_text('it')\n        sys.exit(1)\n"
     )
     files = {"own.py": serve + SLEEP, "src/run.py": f"import hetero\n{TELL}{LINGER}"}
-    log = log_of(jobs, "", "--serve own.py --needed first src/run.py", files=files)
+    log = log_of(jobs, "", "--serve own.py --needed first src/run.py", files=files, groups=PAIR)
     assert log.count("found it") == 1
-    assert [rank["argv"] for rank in told(log)[0]] == [["src/run.py", "train.py"]] * 2
+    assert [rank["argv"] for rank in told(log)[0]] == [["src/run.py", "train.py"]]
 
 
 @pytest.mark.thorough

@@ -241,6 +241,7 @@ def test_sigterm_leaves_the_data_workers_until_the_checkpoint_is_written(digits,
     assert f"training finished after step {last_step}: loss " in output
 
 
+@pytest.mark.thorough  # the notebook has such a job, too
 def test_synthetic_mode_needs_no_data(tmp_path: Path):
     output = train("--data-mode", "synthetic", "--max-steps", "12", "--model", "small",
                    "--log-every", "4", "--model-dir", tmp_path)  # fmt: skip
