@@ -36,7 +36,7 @@ PERSISTENT, SHARDED = {"persistent_workers": True}, {"worker_init_fn": datasets.
         (3, 3, PERSISTENT | SHARDED),
         (1, 3, {"multiprocessing_context": "spawn"}),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
 def test_samples_order_and_random_numbers_are_the_plain_loader_s(
     hosts, num_workers, host_count, options
