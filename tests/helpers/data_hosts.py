@@ -180,8 +180,12 @@ def has_ended(process: psutil.Process) -> bool:
 
 def wait_for_threads(before: set[threading.Thread]) -> None:
     """Wait until there are only the threads in `before`."""
-    gc.collect()  # a client's threads end when it is deleted
-    wait_until_gone(lambda: [*set(threading.enumerate()) - before], seconds=30)
+
+    def left() -> list[threading.Thread]:
+        gc.collect()  # a client's threads end when it is deleted, which its last call may delay
+        return [*set(threading.enumerate()) - before]
+
+    wait_until_gone(left, seconds=30)
 
 
 def free_port() -> int:
