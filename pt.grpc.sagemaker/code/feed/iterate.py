@@ -29,7 +29,7 @@ TELL_SECONDS = 5  # between two signs of life while a stream is run forward
 class Stream(NamedTuple):
     """What the samples of a stream depend on, and how many of them to skip."""
 
-    seed: int  # the DataLoader's base seed
+    seed: int  # made from the DataLoader's base seed, or torch's without a DataLoader
     worker: int  # w
     num_workers: int  # W; 0: no DataLoader, or one without workers
     caller: Caller

@@ -2,9 +2,9 @@
 
     HETERO_TOKEN=... python -m feed.server [HOST:PORT] [--workers N]
 
-It needs none of their code. Until SIGTERM, it serves clients that have the job's token. The main
-process has no threads, so that it can fork the others: one that uses gRPC (front.py), and those
-that hold the Datasets (worker.py).
+It needs none of their code but the modules that they import. Until SIGTERM, it serves clients that
+have the job's token. The main process has no threads, so that it can fork the others: one that uses
+gRPC (front.py), and those that hold the Datasets (worker.py).
 """
 
 import os

@@ -41,7 +41,7 @@ DONE = 0  # the reply has what the request is for
 UNKNOWN = 1  # this host does not have the Dataset: upload it
 WAITING = 2  # not yet: the Dataset, the chunk or the stream is still being made
 RAISED = 3  # the Dataset has raised an exception, which is the value
-DIED = 4  # the stream's process has ended; the value says how
+DIED = 4  # the stream's process has ended, hangs or cannot start; the value says which
 
 
 class Request(NamedTuple):

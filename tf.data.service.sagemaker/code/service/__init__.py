@@ -3,8 +3,8 @@
     dataset = distribute(dataset)  # after the last map and batch
 
 distributed.py  distribute
-refusals.py    which pipelines it refuses, and why
-state.py        what a pipeline carries: random numbers, variables, tables
+refusals.py     which ops it refuses, and why
+state.py        what it carries: random numbers, variables and tables, refused if they can change
 same.py         all ranks send the same pipeline
 graph.py        a pipeline as a graph
 waiting.py      what it prints until the first batch arrives
@@ -15,5 +15,5 @@ serve.py        the program of a data host: python service/serve.py
 from service.distributed import distribute
 from service.functions import numpy_function
 
-__version__ = "2026-11-27.3"  # CHANGES.md says what else to change when you update your copy
+__version__ = "2026-11-28"  # CHANGES.md says what else to change when you update your copy
 __all__ = ["distribute", "numpy_function"]
