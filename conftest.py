@@ -80,7 +80,7 @@ def jobs(local, tmp_path_factory: pytest.TempPathFactory):
 def hosts() -> Iterator[list]:
     """Three data hosts with different numbers of worker processes.
 
-    They are forked; test_feed_servers.py and all jobs start them as users do.
+    They are forked; test_feed_servers.py, scripts and all jobs start them as users do.
     """
     from helpers.data_hosts import DataHost, up
 

@@ -30,17 +30,20 @@ def run(script: str, folder: Path, names: Collection[str], ranks: int = 1) -> di
         (folder / place).mkdir()
         (folder / place / f"{place}_of_mine.py").write_text(LIBRARY)
     command = [sys.executable, Path(shutil.copy(script, folder / "tools")).relative_to(folder)]
-    options = {"environment": {"PLACE": "there", "REMOVED": "no"}, "folder": folder}
-    hosts = [DataHost(workers, **options) for workers in (2, 1)]
+    told = {"PLACE": "there", "REMOVED": "no"}
+    programs = {"environment": told, "folder": folder, "is_program": True}
+    hosts = [DataHost(workers, **programs) for workers in (2, 1)]
     processes = []
     try:
         environment = environment_of(up(*hosts)) | {"CUDA_VISIBLE_DEVICES": "", "REMOVED": "no"}
-        environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        if ranks > 1:
+            environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ENDED": f"ended-{rank}"}
-            process = subprocess.Popen([*command, *names], cwd=folder, env=environment | own)
-            processes.append(process)
+            if ranks > 1:
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+            own = environment | {"ENDED": f"ended-{rank}"}
+            processes.append(subprocess.Popen([*command, *names], cwd=folder, env=own))
         assert [process.wait(timeout=580) for process in processes] == [0] * ranks
         ended = [json.loads((folder / f"ended-{rank}").read_text()) for rank in range(ranks)]
         return {name: "".join(of_rank[name] for of_rank in ended) for name in names}

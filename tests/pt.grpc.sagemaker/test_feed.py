@@ -219,20 +219,29 @@ def test_a_rank_that_would_train_alone_is_refused(hosts, monkeypatch, num_worker
 
 
 LOADER, LOOP = dataloader._BaseDataLoaderIter, torch_worker._worker_loop
+NO_NUMBER = "cannot find the number of .* use a torch that"
 
 
 @pytest.mark.parametrize(
-    "functions, name, num_workers",
+    "functions, name, num_workers, words",
     [
-        ([LOOP], "idx", 1),
-        ([LOOP], "base_seed", 1),
-        ([LOADER.__init__, LOADER._reset, LOADER.__next__], "_base_seed", 0),
-        ([LOADER.__init__, LOADER._reset, LOADER.__next__], "_num_yielded", 0),
-        ([torch_worker.get_worker_info], "_worker_info", 0),
+        ([LOOP], "idx", 1, NO_NUMBER),
+        ([LOOP], "base_seed", 1, NO_NUMBER),
+        ([LOOP], "init_fn", 1, NO_NUMBER),
+        ([LOOP], "num_workers", 1, NO_NUMBER),
+        ([LOOP], "worker_id", 1, NO_NUMBER),
+        ([LOADER.__init__, LOADER._reset, LOADER.__next__], "_base_seed", 0, NO_NUMBER),
+        ([LOADER.__init__, LOADER._reset, LOADER.__next__], "_num_yielded", 0, NO_NUMBER),
+        (
+            [torch_worker.get_worker_info],
+            "_worker_info",
+            0,
+            "cannot set what get_worker_info.* use",
+        ),
     ],
 )
 def test_a_torch_with_other_variables_or_attributes_is_refused(
-    monkeypatch, functions, name, num_workers
+    monkeypatch, functions, name, num_workers, words
 ):
     monkeypatch.setattr(torch_worker, "new_worker_info", None, raising=False)
     for function in functions:
@@ -242,7 +251,7 @@ def test_a_torch_with_other_variables_or_attributes_is_refused(
             for kind in ("co_varnames", "co_names")
         }
         monkeypatch.setattr(function, "__code__", code.replace(**names))
-    with pytest.raises(RuntimeError, match="feed cannot .* use a torch that"):
+    with pytest.raises(RuntimeError, match=words):
         next(iter(loader_of([], Numbers(), [[0]], num_workers=num_workers)))
 
 

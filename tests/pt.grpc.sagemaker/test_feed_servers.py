@@ -252,7 +252,7 @@ def test_all_processes_of_a_host_end_with_it(start, end, code, words, dataset, b
     del waiting
 
 
-# How trainings end# How trainings end
+# How trainings end
 
 
 @pytest.fixture(scope="module")

@@ -162,7 +162,8 @@ def check_a_setting_of_a_library_is_refused() -> None:
 def check_a_namedtuple_may_be_an_attribute_of_a_class() -> None:
     """Without workers, since torch's own could not send it."""
     samples = epochs(on(2, Pairs(lambda self, index: self.Pair(index, "2"))), num_workers=0)
-    assert samples == [(index, "2") for index in range(61)] and type(samples[0]) is Pairs.Pair
+    assert samples == [(index, "2") for index in range(61)]
+    assert {*map(type, samples)} == {Pairs.Pair}
 
 
 def stage(table: Table, index: int) -> tuple:

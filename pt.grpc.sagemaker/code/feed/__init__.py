@@ -10,7 +10,7 @@ samples.py    prepares samples, and seeds their random numbers
 pickling.py   pickles the Dataset for the data hosts; inherit.py: what else they need
 dataset_file.py  the file with both; modules.py: which modules are the script's own
 compare.py    compares a sample with one that is prepared here
-log.py        how it says something
+log.py        the logger of its messages
 wire.py       the messages: how they are signed, and how samples are encoded
 server.py     the server of a data host: python -m feed.server HOST:PORT; front.py: answers calls
 worker.py     the server's processes that hold Datasets

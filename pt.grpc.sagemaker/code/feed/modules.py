@@ -12,7 +12,7 @@ from typing import Any
 from feed.wire import MAIN
 
 INSTALLED = *map(sysconfig.get_path, ("stdlib", "platstdlib")), "/site-packages/", "/dist-packages/"
-APART = *MAIN, "feed", "hetero", "ranks", "service"  # not modules that the script imports
+APART = *MAIN, "feed", "hetero", "ranks", "service"  # left out of these; the script itself is added
 globals_there: dict[str, Any] = {"__name__": "__main__"}  # the script's, in a data host's process
 
 

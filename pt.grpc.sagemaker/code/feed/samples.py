@@ -33,7 +33,7 @@ class Caller(NamedTuple):
     dtype: torch.dtype = torch.float32  # torch's default
     pickled_init_fn: bytes = b""  # the DataLoader's worker_init_fn
     data_host: tuple[int, int] = (0, 1)  # number of the data host, and of how many
-    data_worker: tuple[int, int] = (0, 1)  # number of the process that prepares them there
+    data_worker: tuple[int, int] = (0, 1)  # number of the process there, and of how many
 
 
 class Chunk(NamedTuple):

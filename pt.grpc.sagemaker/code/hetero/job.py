@@ -52,7 +52,7 @@ def run(
     join_timeout: how many seconds hosts wait for all others to connect.
     training_timeout, data_timeout: how many seconds a training or data host may be silent; after
         that it counts as lost and the job fails. A data host that is needed gets training_timeout.
-        It gives up on a silent leader after as long.
+        Each host gives up on a silent leader after its own timeout.
     """
     try:
         cluster = read_cluster()

@@ -4,7 +4,7 @@
 
 distributed.py  distribute
 refusals.py     which ops it refuses, and why
-state.py        what it carries: random numbers, variables and tables, refused if they can change
+state.py        renews its random numbers; refuses variables and tables that can change
 same.py         all ranks send the same pipeline
 graph.py        a pipeline as a graph
 waiting.py      what it prints until the first batch arrives
